@@ -1,0 +1,101 @@
+"""How a model is trained: batch, optimizer, schedule, precision."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from labkit.config.checks import require_choice, require_fraction, require_positive
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainConfig:
+    """Recipe of a run; the defaults train the small presets on a CPU."""
+
+    n_steps: int = 200
+    """Optimizer steps."""
+
+    global_batch: int = 8
+    """Sequences per optimizer step, over all ranks and micro-batches."""
+
+    micro_batch: int = 8
+    """Sequences per forward pass on one rank; accumulation makes up the rest."""
+
+    seq_len: int = 256
+    """Tokens per sequence."""
+
+    lr: float = 3e-3
+    """Peak learning rate (DeepSeek-V3: 2.2e-4)."""
+
+    min_lr: float = 3e-4
+    """Learning rate at the end of the cosine."""
+
+    warmup_steps: int = 20
+    """Steps of linear warm-up (DeepSeek-V3: 2000)."""
+
+    constant_fraction: float = 0.68
+    """Share of `n_steps` before the cosine begins (DeepSeek-V3: 10T of 14.8T)."""
+
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    """AdamW epsilon; the report does not publish its own."""
+
+    weight_decay: float = 0.1
+    grad_clip: float = 1.0
+    """Largest global gradient norm."""
+
+    bias_update_rate: float = 1e-3
+    """Rate gamma of the balancing bias (DeepSeek-V3, section 4.2)."""
+
+    bias_freeze_fraction: float = 0.034
+    """Last share of `n_steps` with gamma 0 (DeepSeek-V3: 500B of 14.8T)."""
+
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Compute dtype of matrix products; master weights are FP32 either way."""
+
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        require_positive(self, ["n_steps", "global_batch", "micro_batch", "seq_len"])
+        require_choice(self, "precision", ("fp32", "bf16"))
+        require_fraction(self, ["beta1", "beta2"])
+        require_fraction(self, ["constant_fraction", "bias_freeze_fraction"])
+        self._check_rates()
+        if self.global_batch % self.micro_batch:
+            raise ValueError(
+                "micro_batch must divide global_batch; got "
+                f"{self.micro_batch} and {self.global_batch}. "
+                f"Set global_batch={self.n_micro_batches * self.micro_batch}."
+            )
+
+    def _check_rates(self) -> None:
+        for name in ("lr", "min_lr", "eps", "grad_clip"):
+            if not getattr(self, name) > 0:
+                raise ValueError(
+                    f"{name} must be above 0; got {getattr(self, name)}. "
+                    f"Set {name}={type(self).__dataclass_fields__[name].default}."
+                )
+        for name in ("warmup_steps", "weight_decay", "bias_update_rate"):
+            if getattr(self, name) < 0:
+                raise ValueError(
+                    f"{name} must not be negative; got {getattr(self, name)}. "
+                    f"Set {name}=0 to switch it off."
+                )
+        if self.min_lr > self.lr:
+            raise ValueError(
+                f"min_lr must be at most lr; got {self.min_lr} and {self.lr}. "
+                f"Set min_lr={self.lr / 10:g}."
+            )
+
+    @property
+    def n_micro_batches(self) -> int:
+        """Micro-batches per step on one rank, before data parallelism shares them."""
+        return -(-self.global_batch // self.micro_batch)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens that one optimizer step sees.
+
+        >>> TrainConfig(global_batch=15360, micro_batch=1, seq_len=4096).tokens_per_step
+        62914560
+        """
+        return self.global_batch * self.seq_len

@@ -40,9 +40,10 @@ lab: export JUPYTERLAB_SETTINGS_DIR := $(STATE)/jupyter/settings
 lab: export JUPYTERLAB_WORKSPACES_DIR := $(STATE)/jupyter/workspaces
 lab: export IPYTHONDIR := $(STATE)/ipython
 lab: setup
-	@$(BIN)/python -m jupyterlab $(ALLOW_ROOT) --LabApp.news_url=None \
+	@$(BIN)/python -m jupyterlab $(ALLOW_ROOT) --ServerApp.root_dir="$(CURDIR)" \
+	  --LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb \
 	  --LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate \
-	  $(ARGS) notebooks/00_start_here.ipynb
+	  --LabApp.news_url=None $(ARGS)
 
 test: setup
 	@$(BIN)/python tests/run_all.py $(ARGS)

@@ -18,7 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-SHAPES = "--jaxtyping-packages=labkit,beartype.beartype"
+SHAPES = (
+    "--jaxtyping-packages=labkit,"
+    "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))"
+)
+"""Shapes and types are checked at every call; an int may stand for a float."""
 PYTEST = (sys.executable, "-m", "pytest", "-q")
 RUFF = (sys.executable, "-m", "ruff")
 NBVAL = (

@@ -1,0 +1,52 @@
+"""The command line: `python -m labkit doctor | train | notebooks`."""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+COMMANDS = {
+    "doctor": "say what this machine can run, what will be skipped, and the remedies",
+    "train": "train a preset on a folder of text, here or under torchrun",
+    "notebooks": "list, execute or test the notebooks of the book",
+}
+"""Modules of `labkit.commands`, each loaded only when it is called."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status; a mistake in its use gives 2."""
+    listing = "\n".join(f"  {name:<12}{text}" for name, text in COMMANDS.items())
+    parser = argparse.ArgumentParser(
+        prog="python -m labkit",
+        description="Train a DeepSeek-V3-class model inside what you have.",
+        epilog=f"commands:\n{listing}\n\npython -m labkit COMMAND --help says more.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if not arguments:
+        parser.print_help()
+        return 2
+    chosen = parser.parse_args(arguments)
+    return _run(chosen.command, chosen.arguments)
+
+
+def _run(name: str, arguments: Sequence[str]) -> int:
+    command = importlib.import_module(f"labkit.commands.{name}")
+    parser = argparse.ArgumentParser(
+        prog=f"python -m labkit {name}", description=f"{COMMANDS[name].capitalize()}."
+    )
+    command.add_arguments(parser)
+    options = parser.parse_args(arguments)
+    try:
+        return command.run(options)
+    except ValueError as error:
+        print(f"labkit {name}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,298 @@
+"""Exercises of notebook 01: counting parameters, routing, and a sparse giant."""
+
+from dataclasses import replace
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from labkit.config import PRESETS, MLAConfig, ModelConfig
+from labkit.config.counts import attention_params
+from labkit.workbook.exercises.spec import Case, Exercise, Misconception, Score
+
+V3 = PRESETS["v3-671b"]
+
+
+def terabytes(n_params: int, bits: int) -> float:
+    """Return the TB that parameters of so many bits take."""
+    return n_params * bits / 8 / 1e12
+
+
+def weights_of(
+    affinity: Float[Tensor, "n e"], bias: Float[Tensor, "e"], n_activated: int
+) -> Float[Tensor, "n k"]:
+    """Return the weights of the chosen experts: choose with bias, weigh without."""
+    experts = (affinity + bias).topk(n_activated, dim=-1).indices
+    weights = affinity.gather(-1, experts)
+    return weights / weights.sum(dim=-1, keepdim=True)
+
+
+def _chosen_only(affinity: Tensor, bias: Tensor, n_activated: int) -> Tensor:
+    weights = affinity.topk(n_activated, dim=-1).values
+    return weights / weights.sum(dim=-1, keepdim=True)
+
+
+def _not_normalised(affinity: Tensor, bias: Tensor, n_activated: int) -> Tensor:
+    return affinity.gather(-1, (affinity + bias).topk(n_activated, dim=-1).indices)
+
+
+def _normalised_over_all(affinity: Tensor, bias: Tensor, n_activated: int) -> Tensor:
+    chosen = _not_normalised(affinity, bias, n_activated)
+    return chosen / affinity.sum(dim=-1, keepdim=True)
+
+
+def _mla(attention: MLAConfig, dim: int, *, change: int) -> int:
+    return attention_params(attention, dim) + change
+
+
+def _mla_without_norms(attention: MLAConfig, dim: int) -> int:
+    return _mla(
+        attention, dim, change=-(attention.q_lora_rank or 0) - attention.kv_lora_rank
+    )
+
+
+def _mla_key_per_head(attention: MLAConfig, dim: int) -> int:
+    extra = (attention.n_heads - 1) * attention.qk_rope_head_dim * dim
+    return _mla(attention, dim, change=extra)
+
+
+def _mla_always_compressed(attention: MLAConfig, dim: int) -> int:
+    rank = 1536
+    query = rank * (dim + 1 + attention.n_heads * attention.qk_head_dim)
+    if attention.q_lora_rank is not None:
+        return attention_params(attention, dim)
+    plain = dim * attention.n_heads * attention.qk_head_dim
+    return _mla(attention, dim, change=query - plain)
+
+
+def _gap(cfg: ModelConfig) -> float:
+    return cfg.n_params() / cfg.n_active_params()
+
+
+SPARSE = replace(
+    PRESETS["v2-lite-16b"],
+    n_layers=16,
+    moe=replace(
+        PRESETS["v2-lite-16b"].moe,
+        n_routed_experts=128,
+        n_activated_experts=2,
+        n_shared_experts=1,
+        moe_inter_dim=1024,
+    ),
+    inter_dim=4096,
+    vocab_size=32_768,
+)
+"""One answer to "sparse_giant": 13.2B parameters, of which 0.5B work on a token."""
+
+EXERCISES = (
+    Exercise(
+        name="checkpoint_terabytes",
+        kind="write",
+        title="How large is the file?",
+        difficulty=1,
+        minutes=3,
+        task="Write `terabytes(n_params, bits)`: the size in TB (10¹² bytes) of a file "
+        "with `n_params` parameters of `bits` bits each.",
+        stub="def terabytes(n_params, bits):\n    ...",
+        cases=(
+            Case(
+                given="671e9 parameters in 8 bits",
+                args=(671_000_000_000, 8),
+                expected=0.671,
+            ),
+            Case(
+                given="671e9 parameters in 16 bits",
+                args=(671_000_000_000, 16),
+                expected=1.342,
+            ),
+            Case(
+                given="16e9 parameters in 4 bits",
+                args=(16_000_000_000, 4),
+                expected=0.008,
+            ),
+        ),
+        misconceptions=(
+            Misconception(
+                lambda n_params, bits: n_params * bits / 1e12,
+                "that is terabits, eight to a terabyte: here the “5.4 TB” come from",
+            ),
+            Misconception(
+                lambda n_params, bits: n_params * bits / 8 / 2**40,
+                "that is TiB: a TB is 10¹² bytes",
+            ),
+            Misconception(
+                lambda n_params, bits: n_params * bits / 8 / 1e9,
+                "that is GB",
+            ),
+        ),
+        hints=("How many bytes are `bits` bits?", "Divide by 8, then by 10¹²."),
+        solution=terabytes,
+    ),
+    Exercise(
+        name="mla_params",
+        kind="write",
+        title="Count one MLA layer",
+        difficulty=3,
+        minutes=15,
+        task="Write `mla_params(attention, dim)`: all parameters of one layer of "
+        "latent attention, its two inner norms included. `attention` has `n_heads`, "
+        "`q_lora_rank` (None: queries are not compressed), `kv_lora_rank`, "
+        "`qk_nope_head_dim`, `qk_rope_head_dim` and `v_head_dim`.",
+        stub="def mla_params(attention, dim):\n    ...",
+        cases=(
+            Case(
+                given="DeepSeek-V3",
+                args=(PRESETS["v3-671b"].attention, 7168),
+                expected=187_107_328,
+            ),
+            Case(
+                given="DeepSeek-V2",
+                args=(PRESETS["v2-236b"].attention, 5120),
+                expected=149_227_520,
+            ),
+            Case(
+                given="V2-Lite, which has no query compression",
+                args=(PRESETS["v2-lite-16b"].attention, 2048),
+                expected=13_763_072,
+            ),
+        ),
+        misconceptions=(
+            Misconception(
+                _mla_without_norms,
+                "the norms of the query rank and of the KV latent are missing",
+            ),
+            Misconception(
+                _mla_key_per_head, "all heads share one rotary key: it is not per head"
+            ),
+            Misconception(
+                _mla_always_compressed,
+                "with q_lora_rank None, queries come from one matrix",
+            ),
+        ),
+        hints=(
+            "Down and up for the query, down and up for keys and values, and an "
+            "output matrix: five matrices, two norms.",
+            "Down for keys and values: `dim × (kv_lora_rank + qk_rope_head_dim)`. Up: "
+            "`kv_lora_rank × n_heads × (qk_nope_head_dim + v_head_dim)`.",
+            "A norm has one weight for each value it normalises: `q_lora_rank` and "
+            "`kv_lora_rank`.",
+        ),
+        solution=attention_params,
+    ),
+    Exercise(
+        name="router_weights",
+        kind="fix",
+        title="The bias that leaked",
+        difficulty=2,
+        minutes=8,
+        task="This router balances its experts, but the model gets worse. The "
+        "balancing bias may take part in the choice of experts and nowhere else. Find "
+        "the bug.",
+        stub='''def weights_of(affinity, bias, n_activated):
+    """Weights of the chosen experts; affinity (n, e), bias (e)."""
+    weights, experts = (affinity + bias).topk(n_activated, dim=-1)
+    return weights / weights.sum(dim=-1, keepdim=True)''',
+        cases=(
+            Case(
+                given="affinity 0.8, 0.6, 0.2 and bias 0, 0, 1",
+                args=(
+                    torch.tensor([[0.8, 0.6, 0.2]]),
+                    torch.tensor([0.0, 0.0, 1.0]),
+                    2,
+                ),
+                expected=[[0.2, 0.8]],
+            ),
+            Case(
+                given="affinity 0.3, 0.1, 0.5, 0.2 and bias 0.5, 0, -1, 0",
+                args=(
+                    torch.tensor([[0.3, 0.1, 0.5, 0.2]]),
+                    torch.tensor([0.5, 0.0, -1.0, 0.0]),
+                    2,
+                ),
+                expected=[[0.6, 0.4]],
+            ),
+        ),
+        misconceptions=(
+            Misconception(
+                _chosen_only, "now the bias does nothing: it must still choose"
+            ),
+            Misconception(
+                _not_normalised, "the weights of the chosen experts must sum to 1"
+            ),
+            Misconception(
+                _normalised_over_all,
+                "normalise over the chosen experts, not over all of them",
+            ),
+        ),
+        hints=(
+            "Print the weights with bias 0 and with bias 1. Which should differ?",
+            "`topk` returns values and indices. Only indices may come from the sum.",
+            "Take the indices, then `affinity.gather(-1, experts)`.",
+        ),
+        solution=weights_of,
+        because="a bias in the weights would scale an expert to steer traffic.",
+    ),
+    Exercise(
+        name="sparse_giant",
+        kind="target",
+        title="Much to know, little to do",
+        difficulty=2,
+        minutes=8,
+        task="Build a `ModelConfig` with at least 10 billion parameters of which at "
+        "most 1 billion work on one token. Start from `PRESETS['v2-lite-16b']` and use "
+        "`dataclasses.replace`. The score is total by active: the higher, the better.",
+        stub="my_config = None",
+        cases=(
+            Case(
+                given="the total",
+                measure=lambda cfg: cfg.n_params() / 1e9,
+                at_least=10,
+                unit="billion",
+            ),
+            Case(
+                given="what works on one token",
+                measure=lambda cfg: cfg.n_active_params() / 1e9,
+                at_most=1,
+                unit="billion",
+            ),
+        ),
+        misconceptions=(
+            Misconception(
+                PRESETS["v2-lite-16b"],
+                "the model you started from: fewer experts per token, or thinner ones",
+            ),
+            Misconception(
+                replace(PRESETS["v2-lite-16b"], moe=None, inter_dim=43_000),
+                "without experts every parameter works on every token",
+            ),
+        ),
+        hints=(
+            "Which parts does every token pass, whatever the router says?",
+            "More experts raise the total alone; activated and shared experts, layers "
+            "and vocabulary raise both.",
+        ),
+        solution=SPARSE,
+        score=Score(of=_gap, unit="total by active", lower_wins=False),
+    ),
+    Exercise(
+        name="where_parameters_live",
+        kind="predict",
+        title="Where 671 billion parameters live",
+        difficulty=1,
+        minutes=2,
+        task="What share of DeepSeek-V3's parameters sits in its routed experts, in "
+        "per cent? A guess within 1 per cent counts.",
+        stub="percent = None",
+        cases=(Case(given="", expected=97.45, tolerance=0.01, unit="%"),),
+        misconceptions=(
+            Misconception(94.5, "that is the share idle for one token: 1 − 36.6 / 671"),
+            Misconception(0.9745, "that is the fraction: give per cent"),
+        ),
+        hints=(
+            "One expert has 3 · 7168 · 2048 parameters, and 58 layers have 256 each.",
+            "653.9 of 671.0 billion.",
+        ),
+        solution=97.45,
+        because="653.9 of 671.0 billion: attention is 1.7 per cent of the model.",
+    ),
+)

@@ -68,3 +68,14 @@ def same_seed() -> Iterator[None]:
     np.random.seed(0)
     torch.manual_seed(0)
     yield
+
+
+@pytest.fixture
+def unchecked() -> Iterator[None]:
+    """Leave out the shape and type checks, for calls that are wrong on purpose."""
+    from jaxtyping import config
+
+    before = config.jaxtyping_disable
+    config.update("jaxtyping_disable", True)
+    yield
+    config.update("jaxtyping_disable", before)

@@ -51,7 +51,7 @@ def read(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
         "inter_dim": _field(hf, "intermediate_size"),
         "attention": _read_attention(hf),
         "moe": _read_moe(hf, is_v3) if hf.get("n_routed_experts") else None,
-        "n_dense_layers": hf.get("first_k_dense_replace", 0),
+        "n_dense_layers": _read_dense_layers(hf, extra),
         "rope": _read_rope(hf, extra),
         "mtp": _read_mtp(hf, extra),
         "max_seq_len": _field(hf, "max_position_embeddings"),
@@ -103,6 +103,8 @@ def write(cfg: ModelConfig) -> dict[str, Any]:
     }
     if cfg.mtp is not None:
         hf["labkit"]["mtp_loss_weight"] = cfg.mtp.loss_weight
+    if moe is None:
+        hf["labkit"]["n_dense_layers"] = cfg.n_dense_layers  # unused, but kept
     return hf | (_write_moe(moe) if moe else {"n_routed_experts": None})
 
 
@@ -117,11 +119,17 @@ def _contents(source: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
             f"{path}. Give the path of the downloaded model."
         )
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        contents = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise ValueError(
             f"config must be valid JSON; {path} is not ({error}). Download it again."
         ) from error
+    if not isinstance(contents, dict):
+        raise ValueError(
+            f"config must be a JSON object; {path} holds a {type(contents).__name__}. "
+            "Download it again."
+        )
+    return contents
 
 
 def _field(hf: Mapping[str, Any], name: str) -> Any:  # noqa: ANN401
@@ -131,6 +139,12 @@ def _field(hf: Mapping[str, Any], name: str) -> Any:  # noqa: ANN401
             "published with the weights."
         )
     return hf[name]
+
+
+def _read_dense_layers(hf: Mapping[str, Any], extra: Mapping[str, Any]) -> int:
+    if not hf.get("n_routed_experts") and "n_dense_layers" in extra:
+        return extra["n_dense_layers"]
+    return hf.get("first_k_dense_replace") or 0
 
 
 def _read_attention(hf: Mapping[str, Any]) -> MLAConfig:
@@ -148,12 +162,14 @@ def _read_moe(hf: Mapping[str, Any], is_v3: bool) -> MoEConfig:
     if hf.get("moe_layer_freq", 1) != 1:
         raise ValueError(
             "moe_layer_freq must be 1, as in every DeepSeek-V2/V3 release; got "
-            f"{hf['moe_layer_freq']}."
+            f"{hf['moe_layer_freq']}. labkit puts experts into every layer after the "
+            "dense ones."
         )
     method = hf.get("topk_method", "noaux_tc" if is_v3 else "greedy")
     if method not in TOPK_METHODS:
         raise ValueError(
-            f"topk_method must be one of {', '.join(TOPK_METHODS)}; got {method!r}."
+            f"topk_method must be one of {', '.join(TOPK_METHODS)}; got {method!r}. "
+            "DeepSeek-V2 and V3 choose their experts in these ways only."
         )
     is_grouped = method != "greedy"
     return MoEConfig(

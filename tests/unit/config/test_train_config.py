@@ -1,0 +1,97 @@
+"""The rules of a training recipe, and DeepSeek-V3's own numbers in it."""
+
+import re
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from labkit.config import TrainConfig
+
+BROKEN = [
+    (
+        {"n_steps": 0},
+        "n_steps must be a whole number of at least 1; got 0. Set n_steps to 1 or "
+        "more.",
+    ),
+    (
+        {"global_batch": 8, "micro_batch": 3},
+        "micro_batch must divide global_batch; got 3 and 8. Set global_batch=9.",
+    ),
+    (
+        {"precision": "fp4"},
+        "precision must be one of 'fp32', 'bf16'; got 'fp4'. Set precision='fp32' or "
+        "another of these.",
+    ),
+    (
+        {"beta2": 1.0},
+        "beta2 must be at least 0 and below 1; got 1.0. Set beta2 to a value in [0, "
+        "1).",
+    ),
+    (
+        {"constant_fraction": -0.1},
+        "constant_fraction must be at least 0 and below 1; got -0.1. Set "
+        "constant_fraction to a value in [0, 1).",
+    ),
+    (
+        {"lr": 0.0},
+        "lr must be above 0; got 0.0. Set lr=0.003.",
+    ),
+    (
+        {"grad_clip": float("nan")},
+        "grad_clip must be above 0; got nan. Set grad_clip=1.0.",
+    ),
+    (
+        {"weight_decay": -0.1},
+        "weight_decay must not be negative; got -0.1. Set weight_decay=0 to switch it "
+        "off.",
+    ),
+    (
+        {"bias_update_rate": -1e-3},
+        "bias_update_rate must not be negative; got -0.001. Set bias_update_rate=0 to "
+        "switch it off.",
+    ),
+    (
+        {"lr": 1e-4, "min_lr": 1e-3},
+        "min_lr must be at most lr; got 0.001 and 0.0001. Set min_lr=1e-05.",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"), BROKEN, ids=[next(iter(change)) for change, _ in BROKEN]
+)
+def test_a_broken_rule_says_the_value_and_the_fix(unchecked, change, message):
+    with pytest.raises(ValueError) as caught:
+        TrainConfig(**change)
+    assert str(caught.value) == message
+
+
+def test_deepseek_v3_sees_62_9_million_tokens_a_step():
+    v3 = TrainConfig(global_batch=15_360, micro_batch=1, seq_len=4096)
+
+    assert v3.tokens_per_step == 62_914_560
+
+
+@given(micro=st.integers(1, 64), n=st.integers(1, 64), seq_len=st.integers(1, 8192))
+def test_micro_batches_make_up_the_global_batch(micro, n, seq_len):
+    train = TrainConfig(global_batch=micro * n, micro_batch=micro, seq_len=seq_len)
+
+    assert train.n_micro_batches == n
+    assert train.tokens_per_step == n * micro * seq_len
+
+
+@given(batch=st.integers(1, 100), micro=st.integers(1, 100))
+def test_the_global_batch_that_the_error_proposes_works(batch, micro):
+    try:
+        TrainConfig(global_batch=batch, micro_batch=micro)
+    except ValueError as error:
+        fix = int(re.search(r"Set global_batch=(\d+)\.", str(error))[1])
+        assert batch < TrainConfig(global_batch=fix, micro_batch=micro).global_batch
+    else:
+        assert batch % micro == 0
+
+
+def test_a_recipe_is_varied_by_replacing_fields():
+    assert replace(TrainConfig(), seed=7).seed == 7

@@ -26,13 +26,23 @@ class TrainConfig:
     """Peak learning rate (DeepSeek-V3: 2.2e-4)."""
 
     min_lr: float = 3e-4
-    """Learning rate at the end of the cosine."""
+    """Learning rate after the cosine (DeepSeek-V3: 2.2e-5)."""
+
+    final_lr: float | None = None
+    """Learning rate of the last `final_fraction` (DeepSeek-V3: 7.3e-6); None keeps
+    `min_lr`."""
 
     warmup_steps: int = 20
     """Steps of linear warm-up (DeepSeek-V3: 2000)."""
 
-    constant_fraction: float = 0.68
+    constant_fraction: float = 0.676
     """Share of `n_steps` before the cosine begins (DeepSeek-V3: 10T of 14.8T)."""
+
+    cosine_fraction: float = 0.29
+    """Share of `n_steps` that the cosine takes (DeepSeek-V3: 4.3T of 14.8T)."""
+
+    final_fraction: float = 0.011
+    """Last share of `n_steps`, at `final_lr` (DeepSeek-V3: 167B of 14.8T)."""
 
     beta1: float = 0.9
     beta2: float = 0.95
@@ -49,6 +59,10 @@ class TrainConfig:
     bias_freeze_fraction: float = 0.034
     """Last share of `n_steps` with gamma 0 (DeepSeek-V3: 500B of 14.8T)."""
 
+    mtp_final_scale: float = 1 / 3
+    """Factor on the MTP weight lambda once the constant phase ends (DeepSeek-V3:
+    0.3 for the first 10T tokens, then 0.1)."""
+
     precision: Literal["fp32", "bf16"] = "fp32"
     """Compute dtype of matrix products; master weights are FP32 either way."""
 
@@ -58,13 +72,24 @@ class TrainConfig:
         require_positive(self, ["n_steps", "global_batch", "micro_batch", "seq_len"])
         require_choice(self, "precision", ("fp32", "bf16"))
         require_fraction(self, ["beta1", "beta2"])
-        require_fraction(self, ["constant_fraction", "bias_freeze_fraction"])
+        self._check_phases()
         self._check_rates()
         if self.global_batch % self.micro_batch:
             raise ValueError(
                 "micro_batch must divide global_batch; got "
                 f"{self.micro_batch} and {self.global_batch}. "
                 f"Set global_batch={self.n_micro_batches * self.micro_batch}."
+            )
+
+    def _check_phases(self) -> None:
+        phases = ["constant_fraction", "cosine_fraction", "final_fraction"]
+        require_fraction(self, [*phases, "bias_freeze_fraction"])
+        total = sum(getattr(self, name) for name in phases)
+        if total > 1 + 1e-9:  # decimal fractions that sum to 1 may round above it
+            raise ValueError(
+                "constant_fraction, cosine_fraction and final_fraction share the "
+                f"steps and must sum to at most 1; got {total:g}. "
+                f"Lower one of them by {total - 1:g}."
             )
 
     def _check_rates(self) -> None:
@@ -74,7 +99,8 @@ class TrainConfig:
                     f"{name} must be above 0; got {getattr(self, name)}. "
                     f"Set {name}={type(self).__dataclass_fields__[name].default}."
                 )
-        for name in ("warmup_steps", "weight_decay", "bias_update_rate"):
+        not_negative = ["warmup_steps", "weight_decay", "bias_update_rate"]
+        for name in [*not_negative, "mtp_final_scale"]:
             if getattr(self, name) < 0:
                 raise ValueError(
                     f"{name} must not be negative; got {getattr(self, name)}. "
@@ -84,6 +110,11 @@ class TrainConfig:
             raise ValueError(
                 f"min_lr must be at most lr; got {self.min_lr} and {self.lr}. "
                 f"Set min_lr={self.lr / 10:g}."
+            )
+        if self.final_lr is not None and not 0 < self.final_lr <= self.min_lr:
+            raise ValueError(
+                "final_lr must be above 0 and at most min_lr; got "
+                f"{self.final_lr} and {self.min_lr}. Set final_lr=None to keep min_lr."
             )
 
     @property

@@ -1,0 +1,94 @@
+"""Gradients of a large batch from small ones, equal to the large batch's own.
+
+Every micro-batch divides its loss by the token count of the *whole* step, so the
+gradients of all micro-batches add up to the gradient of the one large batch, also
+where some targets are ignored. Averaging the micro-batches' own means would weigh
+tokens of sparse micro-batches too heavily.
+"""
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from labkit.training.stopwatch import Stopwatch
+from labkit.training.windows import Batch
+
+COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+"""What `TrainConfig.precision` names."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossScale:
+    """What all micro-batches and ranks of one step have in common."""
+
+    n_tokens: int
+    """Targets of the whole step, over all ranks, without the ignored ones."""
+
+    n_sequences: int
+    """Sequences of the whole step, over all ranks."""
+
+    mtp_weight: float | None = None
+    """Lambda of this step; None keeps the model's own."""
+
+
+@dataclass(slots=True)
+class StepLoss:
+    """Losses and expert load of a step, summed over micro-batches."""
+
+    parts: Float[Tensor, "4"]
+    """Total, main, MTP and balance."""
+
+    load: Int[Tensor, "l e"]
+    """Tokens routed to each expert, one row per router."""
+
+
+def accumulate(
+    model: nn.Module,
+    micro_batches: Sequence[Batch],
+    scale: LossScale,
+    *,
+    dtype: torch.dtype = torch.float32,
+    stopwatch: Stopwatch | None = None,
+) -> StepLoss:
+    """Add the gradients of all micro-batches to `parameter.grad`; return the losses.
+
+    Args:
+        model: has `loss(tokens, targets, n_tokens=…, n_sequences=…, mtp_weight=…)`.
+        micro_batches: this rank's sequences.
+        scale: the step's normalisers.
+        dtype: compute dtype of matrix products; weights keep theirs.
+        stopwatch: takes the laps "forward" and "backward".
+    """
+    stopwatch = stopwatch or Stopwatch(torch.device("cpu"))
+    losses = []
+    for batch in micro_batches:
+        with autocast(batch.tokens.device, dtype):
+            loss = model.loss(
+                batch.tokens,
+                batch.targets,
+                n_tokens=scale.n_tokens,
+                n_sequences=scale.n_sequences,
+                mtp_weight=scale.mtp_weight,
+            )
+        stopwatch.lap("forward")
+        loss.total.backward()
+        stopwatch.lap("backward")
+        parts = torch.stack([loss.total, loss.main, loss.mtp, loss.balance])
+        losses.append(StepLoss(parts.detach().float(), loss.load))
+    return StepLoss(
+        torch.stack([loss.parts for loss in losses]).sum(dim=0),
+        torch.stack([loss.load for loss in losses]).sum(dim=0),
+    )
+
+
+def autocast(
+    device: torch.device, dtype: torch.dtype
+) -> contextlib.AbstractContextManager:
+    """Return a context in which matrix products run in `dtype`; FP32 is left alone."""
+    if dtype == torch.float32:
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, dtype=dtype)

@@ -1,0 +1,163 @@
+"""Everything a run needs to go on, in one safetensors file that is never half there.
+
+The file is written in a folder of its own, forced to disk, and moved over the
+previous one, which stays intact until that moment. Plain values (configs, step, data
+cursor) are JSON in the file's header, so no pickle is ever written or read.
+"""
+
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Shaped
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+FORMAT = "labkit-checkpoint-1"
+
+CHECKPOINT_NAME = "checkpoint.safetensors"
+"""Its name in the folder of a run."""
+
+Tensors = dict[str, Shaped[Tensor, "..."]]
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """Tensors by name, and plain values."""
+
+    tensors: Tensors
+    values: dict[str, Any]
+
+
+def write_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
+    """Write the checkpoint; the file at `path` is the old one or the new one.
+
+    Raises:
+        OSError: it could not be written, for want of space or permission.
+    """
+    header = {"format": FORMAT, "values": json.dumps(checkpoint.values)}
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(partial, ignore_errors=True)  # left by a killed process
+        partial.mkdir()
+        save_file(checkpoint.tensors, partial / path.name, metadata=header)
+        _force_to_disk(partial / path.name)
+        os.replace(partial / path.name, path)
+        if os.name == "posix":  # elsewhere a folder cannot be opened
+            _force_to_disk(path.parent)
+    except (OSError, SafetensorError) as error:
+        kept = "The previous one is intact" if path.exists() else "Nothing was written"
+        raise OSError(
+            f"checkpoint of {_megabytes(checkpoint.tensors)} MB not written to {path}: "
+            f"{error}. {kept}; free some space or choose another folder."
+        ) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _force_to_disk(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _megabytes(tensors: Tensors) -> int:
+    return -(-sum(tensor.nbytes for tensor in tensors.values()) // 10**6)
+
+
+def read_checkpoint(path: str | Path) -> Checkpoint:
+    """Return the checkpoint at `path`, a file or a folder that holds one."""
+    path = checkpoint_path(path)
+    if not path.is_file():
+        raise ValueError(
+            f"checkpoint not found: {path}. Give the file, or the folder of the run."
+        )
+    try:
+        with safe_open(path, framework="pt") as file:
+            header = file.metadata() or {}
+            if header.get("format") != FORMAT:
+                raise ValueError(
+                    f"{path} is not a training checkpoint: its format is "
+                    f"{header.get('format')!r}, not {FORMAT!r}. Give a file that "
+                    "Trainer.save wrote; load_hf reads published weights."
+                )
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise ValueError(
+            f"{path} is not a readable safetensors file ({error}). "
+            "Give a file that Trainer.save wrote."
+        ) from error
+    return Checkpoint(tensors, json.loads(header["values"]))
+
+
+def checkpoint_path(path: str | Path) -> Path:
+    """Return the checkpoint's file for a file or the folder of a run."""
+    path = Path(path)
+    return path / CHECKPOINT_NAME if path.is_dir() else path
+
+
+def gather_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
+    """Return weights, biases, moments and the state of random numbers, by name."""
+    tensors = {f"model.{name}": tensor for name, tensor in _weights(model).items()}
+    for name, parameter in model.named_parameters():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            tensors[f"optimizer.{key}.{name}"] = value
+    tensors["random.cpu"] = torch.get_rng_state()
+    if torch.cuda.is_available():
+        tensors["random.cuda"] = torch.cuda.get_rng_state()
+    return {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+
+
+def scatter_tensors(
+    tensors: Tensors, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> None:
+    """Put back what `gather_tensors` returned, bit for bit."""
+    weights = _weights(model)
+    _require_same_shapes(weights, _below(tensors, "model."))
+    with torch.no_grad():
+        for name, tensor in _below(tensors, "model.").items():
+            weights[name].copy_(tensor)
+    optimizer.state.clear()
+    parameters = dict(model.named_parameters())
+    for name, value in _below(tensors, "optimizer.").items():
+        key, _, parameter_name = name.partition(".")
+        parameter = parameters[parameter_name]
+        optimizer.state[parameter][key] = value.to(parameter.device, copy=True)
+    torch.set_rng_state(tensors["random.cpu"])
+    if torch.cuda.is_available() and "random.cuda" in tensors:
+        torch.cuda.set_rng_state(tensors["random.cuda"])
+
+
+def _weights(model: nn.Module) -> Tensors:
+    """Return parameters and persistent buffers, each once although it be shared."""
+    persistent = model.state_dict(keep_vars=True)
+    buffers = {n: buffer for n, buffer in model.named_buffers() if n in persistent}
+    return dict(model.named_parameters()) | buffers
+
+
+def _below(tensors: Tensors, prefix: str) -> Tensors:
+    """Return the entries whose names start with the prefix, without it."""
+    start = len(prefix)
+    return {n[start:]: t for n, t in tensors.items() if n.startswith(prefix)}
+
+
+def _require_same_shapes(weights: Tensors, saved: Tensors) -> None:
+    faults = [f"missing {name}" for name in weights.keys() - saved.keys()]
+    faults += [f"unknown {name}" for name in saved.keys() - weights.keys()]
+    for name in weights.keys() & saved.keys():
+        here, there = tuple(weights[name].shape), tuple(saved[name].shape)
+        if here != there:
+            faults.append(f"{name} has shape {there}, not {here}")
+    if faults:
+        raise ValueError(
+            f"the checkpoint belongs to another model: {'; '.join(sorted(faults))}. "
+            "Build the model from the checkpoint's own config."
+        )

@@ -1,0 +1,235 @@
+"""Real text as byte tokens: the standard library's source, or any folder.
+
+A token is a byte, so the vocabulary has 256 entries and no tokenizer is needed.
+Documents follow one another, each closed by `SEPARATOR`, and training windows are
+cut across them without a mask, as DeepSeek-V3 packs its own (section 4.1). The
+token stream is written once to the user's cache folder and memory-mapped, so that
+several processes share one copy.
+"""
+
+import hashlib
+import logging
+import os
+import platform
+import sys
+import sysconfig
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Int, UInt8
+from torch import Tensor
+
+from labkit.training.documents import (
+    Found,
+    Piece,
+    find_documents,
+    read_text_bytes,
+    split_documents,
+)
+
+SEPARATOR = 0
+"""The token that closes each document; no text contains it."""
+
+VALID_FRACTION = 0.05
+
+LIBRARY_SKIPPED = frozenset(
+    {"test", "tests", "idle_test", "site-packages", "dist-packages"}
+    | {"idlelib", "turtledemo", "lib2to3", "ensurepip"}
+    | {"encodings", "pydoc_data"}  # generated tables
+)
+"""Folders of the standard library that are not library source."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class Corpus:
+    """A training and a validation stream of byte tokens."""
+
+    name: str
+    train: UInt8[np.ndarray, "n"] = field(repr=False)
+    valid: UInt8[np.ndarray, "m"] = field(repr=False)
+    fingerprint: str
+    """Digest of the content and its order: equal streams have equal fingerprints."""
+
+    folder: Path | None = None
+    """Where the text came from; None for the standard library."""
+
+    n_documents: int = 1
+    n_skipped: int = 0
+    """Files passed over as binary, unreadable or not UTF-8."""
+
+    def __repr__(self) -> str:
+        return (
+            f"Corpus({self.name}: {self.n_documents:,} documents, "
+            f"{len(self.train):,} training and {len(self.valid):,} validation bytes)"
+        )
+
+    @property
+    def source(self) -> dict[str, Any]:
+        """What `reopen` needs to find this text again, as plain values."""
+        folder = None if self.folder is None else str(self.folder)
+        return {"folder": folder, "fingerprint": self.fingerprint}
+
+
+def standard_library(*, cache: Path | None = None) -> Corpus:
+    """Return the Python standard library's own source, from this machine.
+
+    Tests, generated tables and installed packages are left out. The text differs
+    between Python versions; `fingerprint` tells which one it was.
+
+    Args:
+        cache: folder for the token file; None takes the user's cache folder.
+    """
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    found = find_documents(folder, suffix=".py", skip=LIBRARY_SKIPPED)
+    if not found.documents:
+        raise ValueError(
+            f"this Python has no library source: no .py file is below {folder}. "
+            "Give a folder of text to corpus.from_folder instead."
+        )
+    name = f"Python {platform.python_version()} standard library"
+    return _build(name, found, folder=None, cache=cache)
+
+
+def from_folder(path: str | Path, *, cache: Path | None = None) -> Corpus:
+    """Return all UTF-8 text below a folder, hidden folders left out.
+
+    Args:
+        path: the folder; it is searched at every depth.
+        cache: folder for the token file; None takes the user's cache folder.
+    """
+    folder = Path(path).expanduser().resolve()
+    if folder.is_file():
+        raise ValueError(
+            f"a corpus is a folder, but {folder} is a file. Give {folder.parent}."
+        )
+    if not folder.is_dir():
+        raise ValueError(
+            f"corpus folder not found: {folder}. Give a folder that holds text files."
+        )
+    found = find_documents(folder)
+    if not found.documents:
+        raise ValueError(
+            f"no text found below {folder}: {found.n_skipped} files were skipped as "
+            "binary, unreadable or not UTF-8. Give a folder that holds text files."
+        )
+    return _build(folder.name, found, folder=folder, cache=cache)
+
+
+def reopen(source: dict[str, Any], *, cache: Path | None = None) -> Corpus:
+    """Return the corpus that `Corpus.source` described, if its text is unchanged."""
+    folder = source["folder"]
+    corpus = (
+        standard_library(cache=cache)
+        if folder is None
+        else from_folder(folder, cache=cache)
+    )
+    require_same_text(corpus, source["fingerprint"])
+    return corpus
+
+
+def require_same_text(corpus: Corpus, fingerprint: str) -> None:
+    """Raise ValueError unless the corpus has the fingerprint of an earlier run."""
+    if corpus.fingerprint != fingerprint:
+        raise ValueError(
+            f"the text of {corpus.name} changed since the run began: its fingerprint "
+            f"is {corpus.fingerprint[:12]}, not {fingerprint[:12]}. "
+            "Restore the text, or start a new run."
+        )
+
+
+def encode(text: str) -> Int[Tensor, "s"]:
+    """Return the tokens of a text: its UTF-8 bytes.
+
+    >>> encode("def").tolist()
+    [100, 101, 102]
+    """
+    return torch.tensor(list(text.encode("utf-8")), dtype=torch.int64)
+
+
+def decode(tokens: Int[Tensor, "s"]) -> str:
+    """Return the text of some tokens; bytes that are not UTF-8 show as `�`.
+
+    >>> decode(encode("naïve"))
+    'naïve'
+    """
+    return bytes(tokens.tolist()).decode("utf-8", errors="replace")
+
+
+def cache_folder() -> Path:
+    """Return where this platform keeps files that a program can make again."""
+    if sys.platform == "darwin":
+        base = Path.home() / "Library" / "Caches"
+    elif sys.platform == "win32":
+        base = Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local"))
+    else:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return base / "labkit"
+
+
+def _build(
+    name: str, found: Found, *, folder: Path | None, cache: Path | None
+) -> Corpus:
+    train, valid = split_documents(found.documents, VALID_FRACTION)
+    fingerprint = _fingerprint(train, valid)
+    tokens = _open_tokens(fingerprint, [*train, *valid], cache or cache_folder())
+    n_train = sum(piece.n_tokens for piece in train)
+    return Corpus(
+        name=name,
+        train=tokens[:n_train],
+        valid=tokens[n_train:],
+        fingerprint=fingerprint,
+        folder=folder,
+        n_documents=len(found.documents),
+        n_skipped=found.n_skipped,
+    )
+
+
+def _fingerprint(train: list[Piece], valid: list[Piece]) -> str:
+    digest = hashlib.sha256()
+    for side in (train, valid):
+        digest.update(b"side")
+        for piece in side:
+            digest.update(piece.document.digest)
+            digest.update(f"{piece.start}:{piece.stop};".encode())
+    return digest.hexdigest()
+
+
+def _open_tokens(
+    fingerprint: str, pieces: list[Piece], cache: Path
+) -> UInt8[np.ndarray, "n"]:
+    """Map the token file of this content, writing it first if it is missing."""
+    path = cache / f"tokens-{fingerprint[:32]}.bin"
+    n_tokens = sum(piece.n_tokens for piece in pieces)
+    try:
+        if not path.is_file() or path.stat().st_size != n_tokens:
+            _write_tokens(path, pieces)
+        return np.memmap(path, dtype=np.uint8, mode="r")
+    except OSError as error:
+        logger.warning("tokens are kept in memory, not in a file: %s", error)
+        stream = b"".join(map(_read_piece, pieces))
+        return np.frombuffer(stream, dtype=np.uint8)
+
+
+def _write_tokens(path: Path, pieces: list[Piece]) -> None:
+    """Write the token stream under another name, then move it into place."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".tokens-") as folder:
+        partial = Path(folder, path.name)
+        with partial.open("wb") as file:
+            for piece in pieces:
+                file.write(_read_piece(piece))
+        partial.replace(path)
+
+
+def _read_piece(piece: Piece) -> bytes:
+    path = piece.document.path
+    content = read_text_bytes(path)
+    if content is None or len(content) != piece.document.n_bytes:
+        raise ValueError(f"{path} changed while it was read. Read the corpus again.")
+    return content[piece.start : piece.stop] + bytes([SEPARATOR])

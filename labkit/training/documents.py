@@ -1,0 +1,117 @@
+"""Text files below a folder: which count as documents, and how they are split.
+
+A document is a regular file of UTF-8 text without the byte 0, which separates
+documents in the token stream. Everything else is skipped and counted.
+"""
+
+import hashlib
+import os
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+SKIPPED_FOLDERS = frozenset({"__pycache__", "node_modules"})
+"""Folders that hold no text anyone wrote, besides all hidden ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A text file, known by its content."""
+
+    path: Path
+    digest: bytes
+    """SHA-256 of the content."""
+
+    n_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The bytes `start` to `stop` of a document."""
+
+    document: Document
+    start: int
+    stop: int
+
+    @property
+    def n_tokens(self) -> int:
+        """Bytes of the piece and the separator behind them."""
+        return self.stop - self.start + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a search found: documents by path, and how many files it skipped."""
+
+    documents: tuple[Document, ...]
+    n_skipped: int
+    """Files that were binary, unreadable or not UTF-8."""
+
+
+def find_documents(
+    folder: Path, *, suffix: str = "", skip: Collection[str] = ()
+) -> Found:
+    """Read every file below `folder` whose name ends in `suffix`, in path order.
+
+    Hidden folders, `SKIPPED_FOLDERS` and folders named in `skip` are left out. Empty
+    files and copies of an earlier file are passed over. Links to folders are not
+    followed.
+    """
+    documents: dict[bytes, Document] = {}
+    n_skipped = 0
+    for path in _files(folder, SKIPPED_FOLDERS.union(skip)):
+        if not path.name.endswith(suffix):
+            continue
+        content = read_text_bytes(path)
+        if content is None:
+            n_skipped += 1
+        elif content:
+            digest = hashlib.sha256(content).digest()
+            documents.setdefault(digest, Document(path, digest, len(content)))
+    return Found(tuple(documents.values()), n_skipped)
+
+
+def _files(folder: Path, skip: Collection[str]) -> Iterator[Path]:
+    """Yield the files below `folder` in an order that any machine repeats."""
+    for parent, folders, names in os.walk(folder):
+        folders[:] = sorted(
+            name for name in folders if name[0] != "." and name not in skip
+        )
+        for name in sorted(names):
+            yield Path(parent, name)
+
+
+def read_text_bytes(path: Path) -> bytes | None:
+    """Return the content of a text file, or None if it is not one."""
+    try:
+        if not path.is_file():  # a pipe or a device would block the reader
+            return None
+        content = path.read_bytes()
+        content.decode("utf-8")
+    except (OSError, UnicodeDecodeError):
+        return None
+    return None if 0 in content else content
+
+
+def split_documents(
+    documents: tuple[Document, ...], valid_fraction: float
+) -> tuple[list[Piece], list[Piece]]:
+    """Share the documents between training and validation by their content.
+
+    A document keeps its side whatever else the folder holds, unless that side would
+    leave the other one empty. A single document is cut near its end.
+    """
+    if len(documents) == 1:
+        (only,) = documents
+        cut = only.n_bytes - int(only.n_bytes * valid_fraction)
+        return [Piece(only, 0, cut)], [Piece(only, cut, only.n_bytes)]
+    by_digest = sorted(documents, key=lambda document: document.digest)
+    bound = int(valid_fraction * 2**64).to_bytes(8, "big")
+    n_below = sum(document.digest < bound for document in documents)
+    n_valid = min(max(n_below, 1), len(documents) - 1)
+    chosen = {document.digest for document in by_digest[:n_valid]}
+    train, valid = [], []
+    for document in documents:
+        side = valid if document.digest in chosen else train
+        side.append(Piece(document, 0, document.n_bytes))
+    return train, valid

@@ -1,0 +1,112 @@
+"""The processes of a data-parallel run, and the sums they share.
+
+Every rank holds the whole model and its share of the global batch. The loss is
+normalised by the global token count before the backward pass, so gradients, losses
+and expert loads are plain sums over ranks. Without a process group there is one
+rank, and every function here returns at once.
+"""
+
+import gc
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Num
+from torch import Tensor, nn
+
+PATIENCE = timedelta(minutes=5)
+"""How long a rank waits for the others before it gives up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """Which process this is, and how many take part."""
+
+    rank: int = 0
+    world: int = 1
+
+    @classmethod
+    def current(cls) -> "Ranks":
+        """Return this process's place in the process group, if there is one."""
+        if dist.is_available() and dist.is_initialized():
+            return cls(dist.get_rank(), dist.get_world_size())
+        return cls()
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank writes files and prints."""
+        return self.rank == 0
+
+    def share(self, global_batch: int) -> int:
+        """Return how many sequences of a global batch each rank takes."""
+        if global_batch % self.world:
+            raise ValueError(
+                "global_batch must be a multiple of the number of ranks, because each "
+                f"takes an equal share; got {global_batch} and {self.world}. "
+                f"Set global_batch={-(-global_batch // self.world) * self.world}."
+            )
+        return global_batch // self.world
+
+    def sum(self, values: Num[Tensor, "*shape"]) -> Num[Tensor, "*shape"]:
+        """Return the sum over ranks of a small tensor, on every rank."""
+        if self.world > 1:
+            values = values.clone()
+            dist.all_reduce(values)
+        return values
+
+    def any(self, flag: bool) -> bool:
+        """Return whether the flag is set on any rank."""
+        return flag if self.world == 1 else bool(self.sum(torch.tensor(int(flag))))
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        if self.world > 1:
+            dist.barrier()
+
+    def share_weights(self, model: nn.Module) -> None:
+        """Give every rank the parameters and buffers of the first."""
+        if self.world > 1:
+            for tensor in [*model.parameters(), *model.buffers()]:
+                dist.broadcast(tensor.detach(), src=0)
+
+    def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Add up the gradients of all ranks in place, in one message.
+
+        The message is a copy of all gradients: for the length of the call they are
+        held twice.
+        """
+        if self.world == 1:
+            return
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        message = torch.cat([gradient.flatten() for gradient in gradients])
+        dist.all_reduce(message)
+        sizes = [gradient.numel() for gradient in gradients]
+        for gradient, total in zip(gradients, message.split(sizes), strict=True):
+            gradient.copy_(total.view_as(gradient))
+
+
+@contextmanager
+def process_group() -> Iterator[Ranks]:
+    """Join the group that torchrun started, if it did, and leave it in order.
+
+    gloo's threads abort the interpreter at exit if they still hold tensors. So the
+    caller must have dropped its model when the context ends; then everyone collects
+    garbage and waits for the others before the group is destroyed.
+    """
+    if not (dist.is_available() and dist.is_torchelastic_launched()):
+        yield Ranks()
+        return
+    backend = "gloo"
+    if torch.cuda.is_available():
+        backend = "nccl"
+        torch.cuda.set_device(dist.get_node_local_rank())
+    dist.init_process_group(backend, timeout=PATIENCE)
+    try:
+        yield Ranks.current()
+        gc.collect()
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()

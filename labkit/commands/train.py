@@ -1,0 +1,210 @@
+"""`python -m labkit train`: train a preset on text, alone or under torchrun.
+
+python -m labkit train --preset tiny --steps 100
+torchrun --nproc-per-node 2 -m labkit train --preset small --corpus ~/notes
+python -m labkit train --resume runs/small
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+
+import psutil
+import torch
+
+from labkit.config import PRESETS, ModelConfig, TrainConfig
+from labkit.hardware import measure
+from labkit.model import Transformer
+from labkit.monitor import Monitor, StepMetrics
+from labkit.training import Corpus, Trainer, corpus
+from labkit.training.ranks import Ranks, process_group
+from labkit.training.recipes import RECIPES
+from labkit.training.speed import faster_precision
+from labkit.training.trainer import METRICS_NAME
+from labkit.training.windows import Windows
+
+BYTES_PER_PARAMETER = 16
+"""FP32 weights, gradients and two moments."""
+
+RECIPE_OPTIONS = ("n_steps", "global_batch", "micro_batch", "seq_len", "lr", "seed")
+NEW_RUN_OPTIONS = ("preset", "corpus", "out", "precision", *RECIPE_OPTIONS)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `train`."""
+    new = parser.add_argument_group("a new run (an option left out is the preset's)")
+    new.add_argument("--preset", choices=PRESETS, help="model (default: tiny)")
+    text = "folder of text (default: Python's standard library)"
+    new.add_argument("--corpus", metavar="DIR", help=text)
+    new.add_argument("--out", metavar="DIR", help="folder of the run, to be made")
+    new.add_argument("--steps", metavar="N", type=int, dest="n_steps")
+    new.add_argument("--global-batch", metavar="N", type=int, help="sequences a step")
+    new.add_argument("--micro-batch", metavar="N", type=int, help="sequences at once")
+    new.add_argument("--seq-len", metavar="N", type=int)
+    new.add_argument("--lr", metavar="X", type=float, help="peak learning rate")
+    new.add_argument("--seed", metavar="N", type=int)
+    text = "dtype of matrix products; auto takes the faster one here"
+    new.add_argument("--precision", choices=("fp32", "bf16", "auto"), help=text)
+    parser.add_argument("--resume", metavar="DIR", help="go on with the run there")
+    text = "steps between checkpoints (default: 100)"
+    parser.add_argument("--save-every", metavar="N", type=int, default=100, help=text)
+    text = "steps between lines (default: 10)"
+    parser.add_argument("--log-every", metavar="N", type=int, default=10, help=text)
+    parser.add_argument("--threads", metavar="N", type=int, help="CPU threads")
+    text = "measure the peak of this machine first, and report MFU"
+    parser.add_argument("--mfu", action="store_true", help=text)
+    parser.add_argument("--tensorboard", action="store_true")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Train; on the first rank, print progress, validation loss and a sample."""
+    if options.threads is not None:
+        torch.set_num_threads(max(options.threads, 1))
+    with process_group() as ranks:
+        try:
+            _train(options, ranks)
+        except OSError as error:
+            print(f"labkit train: {error}", file=sys.stderr)
+            return 1
+    return 0
+
+
+def _train(options: argparse.Namespace, ranks: Ranks) -> None:
+    say = print if ranks.is_first else _say_nothing
+    trainer = _resumed(options) if options.resume else _new(options, ranks)
+    if ranks.is_first:
+        trainer.monitor = _monitor(options, trainer)
+    say(_describe(trainer), flush=True)
+    trainer.run(progress=False, save_every=options.save_every)
+    evaluation = trainer.evaluate()
+    say(
+        f"validation  {evaluation.nats:.4f} nats, "
+        f"{evaluation.bits_per_byte:.4f} bits per byte"
+    )
+    if trainer.n_steps_done < trainer.train.n_steps:
+        command = f"python -m labkit train --resume {trainer.run_dir}"
+        say(f"stopped after step {trainer.n_steps_done}; go on with: {command}")
+    say(f"saved in {trainer.run_dir}", flush=True)
+
+
+def _say_nothing(*_: object, **__: object) -> None:
+    pass
+
+
+def _resumed(options: argparse.Namespace) -> Trainer:
+    given = [name for name in NEW_RUN_OPTIONS if getattr(options, name) is not None]
+    if given:
+        raise ValueError(
+            "--resume goes on with the saved recipe and takes no options of a new run; "
+            f"got {', '.join(_flag(name) for name in given)}. Leave them out."
+        )
+    trainer = Trainer.resume(options.resume, device=_device())
+    trainer.run_dir = trainer.run_dir or Path(options.resume).parent
+    return trainer
+
+
+def _flag(name: str) -> str:
+    return "--steps" if name == "n_steps" else f"--{name.replace('_', '-')}"
+
+
+def _new(options: argparse.Namespace, ranks: Ranks) -> Trainer:
+    preset = options.preset or "tiny"
+    train = _recipe(options, preset)
+    text = (
+        corpus.standard_library()
+        if options.corpus is None
+        else corpus.from_folder(options.corpus)
+    )
+    _require_memory(preset, PRESETS[preset], ranks)
+    generator = torch.Generator(_device()).manual_seed(train.seed)
+    model = Transformer(PRESETS[preset], device=_device(), generator=generator)
+    if options.precision == "auto":
+        train = replace(train, precision=_faster(model, train, text, ranks))
+    name = f"{preset}-{datetime.now():%Y%m%d-%H%M%S}"
+    run_dir = Path("runs", name) if options.out is None else Path(options.out)
+    return Trainer(model, train, text, run_dir=run_dir)
+
+
+def _recipe(options: argparse.Namespace, preset: str) -> TrainConfig:
+    """Return the preset's recipe with the options that were given."""
+    train = RECIPES.get(preset, TrainConfig())
+    names = [name for name in RECIPE_OPTIONS if getattr(options, name) is not None]
+    changes = {name: getattr(options, name) for name in names}
+    if "lr" in changes:
+        changes["min_lr"] = changes["lr"] * train.min_lr / train.lr
+    if "global_batch" in changes and "micro_batch" not in changes:
+        changes["micro_batch"] = min(train.micro_batch, changes["global_batch"])
+    if options.precision in ("fp32", "bf16"):
+        changes["precision"] = options.precision
+    return replace(train, **changes)
+
+
+def _require_memory(preset: str, cfg: ModelConfig, ranks: Ranks) -> None:
+    """Raise ValueError if the weights and their optimizer cannot fit here."""
+    needed = BYTES_PER_PARAMETER * cfg.n_params(include_mtp=True) * ranks.world
+    present = psutil.virtual_memory().total
+    if _device().type == "cpu" and needed > present:
+        raise ValueError(
+            f"{preset} does not fit: weights, gradients and moments of "
+            f"{ranks.world} rank(s) take {needed / 2**30:,.0f} GiB, and this machine "
+            f"has {present / 2**30:,.0f} GiB. Choose a smaller preset, such as small."
+        )
+
+
+def _faster(model: Transformer, train: TrainConfig, text: Corpus, ranks: Ranks) -> str:
+    """Return the faster precision; all ranks take the first rank's."""
+    windows = Windows(text.train, train.seq_len, name="training text")
+    count = min(train.micro_batch, ranks.share(train.global_batch))
+    batch = windows.take(0, count).to(_device())
+    is_bf16 = ranks.is_first and faster_precision(model, batch) == "bf16"
+    return "bf16" if ranks.any(is_bf16) else "fp32"
+
+
+def _device() -> torch.device:
+    """Return where to train; on CUDA this has not been run."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _monitor(options: argparse.Namespace, trainer: Trainer) -> Monitor:
+    return Monitor(
+        trainer.run_dir / METRICS_NAME,
+        tensorboard=options.tensorboard,
+        on_step=[_line_printer(options.log_every, trainer.train.n_steps)],
+        peak_flops=_peak_flops(trainer) if options.mfu else None,
+    )
+
+
+def _line_printer(interval: int, n_steps: int) -> Callable[[StepMetrics], None]:
+    def show(metrics: StepMetrics) -> None:
+        is_edge = metrics.step in (1, n_steps)
+        if is_edge or metrics.step % max(interval, 1) == 0 or metrics.is_skipped:
+            print(metrics, flush=True)
+
+    return show
+
+
+def _peak_flops(trainer: Trainer) -> float:
+    dtype = {"fp32": "float32", "bf16": "bfloat16"}[trainer.train.precision]
+    dtypes = sorted({"float32", dtype})
+    return measure(seconds=2.0, device=trainer.device, dtypes=dtypes).gemm_flops[dtype]
+
+
+def _describe(trainer: Trainer) -> str:
+    cfg, train, ranks = trainer.model.cfg, trainer.train, trainer.ranks
+    total, active = cfg.n_params(include_mtp=True), cfg.n_active_params()
+    return "\n".join(
+        (
+            f"text        {trainer.corpus}",
+            f"model       {total / 1e6:.2f}M parameters with MTP, "
+            f"{active / 1e6:.2f}M active per token",
+            f"recipe      {train.n_steps} steps ({trainer.n_steps_done} done) of "
+            f"{train.global_batch} x {train.seq_len} tokens, {train.precision}, "
+            f"{ranks.world} rank(s) on "
+            f"{trainer.device}, {torch.get_num_threads()} thread(s) each",
+        )
+    )

@@ -1,0 +1,122 @@
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from labkit.__main__ import main
+from labkit.monitor import read_jsonl
+from labkit.training import Trainer, read_checkpoint
+from labkit.training import corpus as corpora
+
+
+@pytest.fixture
+def text_folder(tmp_path: Path, monkeypatch) -> Path:
+    monkeypatch.setattr(corpora, "cache_folder", lambda: tmp_path / "cache")
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for index in range(6):
+        (folder / f"{index}.txt").write_text(f"document {index}\n" * 20)
+    return folder
+
+
+@pytest.fixture
+def train(text_folder, tmp_path) -> Callable[..., int]:
+    """Run `train` on the text in steps of a few tokens, into `tmp_path/run`."""
+
+    def call(*options: str) -> int:
+        return main(
+            [
+                "train",
+                *("--corpus", str(text_folder), "--out", str(tmp_path / "run")),
+                *("--seq-len", "16", "--global-batch", "2", *options),
+            ]
+        )
+
+    return call
+
+
+def test_a_run_prints_its_steps_and_saves_itself(train, tmp_path, capsys):
+    assert train("--steps", "3", "--log-every", "2") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("text        Corpus(text: 6 documents")
+    assert lines[1].startswith("model       1.81M parameters")
+    assert "3 steps (0 done) of 2 x 16 tokens, fp32, 1 rank(s) on cpu" in lines[2]
+    assert [line.split()[1] for line in lines[3:6]] == ["1", "2", "3"]
+    assert lines[6].startswith("validation") and "bits per byte" in lines[6]
+    assert lines[-1] == f"saved in {tmp_path / 'run'}"
+    assert len(read_jsonl(tmp_path / "run" / "metrics.jsonl")) == 3
+    assert read_checkpoint(tmp_path / "run").values["n_steps_done"] == 3
+
+
+def test_options_change_the_recipe_and_keep_its_proportions(train, tmp_path):
+    train("--steps", "1", "--lr", "0.05", "--seed", "7", "--precision", "bf16")
+    saved = read_checkpoint(tmp_path / "run").values["train"]
+    assert (saved["lr"], saved["seed"], saved["precision"]) == (0.05, 7, "bf16")
+    assert saved["min_lr"] < 0.05
+    assert (saved["global_batch"], saved["micro_batch"]) == (2, 2)
+
+
+def test_an_interrupted_run_says_how_to_go_on_and_does(
+    train, tmp_path, capsys, monkeypatch
+):
+    run = Trainer.run
+    monkeypatch.setattr(
+        "labkit.training.Trainer.run", lambda self, **o: run(self, 2, **o)
+    )
+    train("--steps", "4")
+    out = capsys.readouterr().out
+    command = f"python -m labkit train --resume {tmp_path / 'run'}"
+    assert f"stopped after step 2; go on with: {command}" in out
+
+    monkeypatch.setattr("labkit.training.Trainer.run", run)
+    assert main(["train", "--resume", str(tmp_path / "run")]) == 0
+    assert "4 steps (2 done)" in capsys.readouterr().out
+    records = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert [record.step for record in records] == [1, 2, 3, 4]
+
+
+def mistake(capsys, *arguments: str) -> str:
+    assert main(["train", *arguments]) == 2
+    return capsys.readouterr().err.strip()
+
+
+def test_a_bad_folder_is_one_sentence(capsys, tmp_path):
+    assert mistake(capsys, "--corpus", str(tmp_path / "no")) == (
+        f"labkit train: corpus folder not found: {tmp_path / 'no'}. "
+        "Give a folder that holds text files."
+    )
+
+
+def test_bad_steps_are_one_sentence(capsys):
+    assert mistake(capsys, "--steps", "0") == (
+        "labkit train: n_steps must be a whole number of at least 1; got 0. "
+        "Set n_steps to 1 or more."
+    )
+
+
+def test_an_unknown_preset_lists_the_known_ones(capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "--preset", "huge"])
+    assert "invalid choice: 'huge' (choose from" in capsys.readouterr().err
+
+
+def test_a_model_that_cannot_fit_is_refused_before_it_is_built(capsys, text_folder):
+    text = mistake(capsys, "--preset", "v3-671b", "--corpus", str(text_folder))
+    assert text.startswith(
+        "labkit train: v3-671b does not fit: weights, gradients and moments of "
+        "1 rank(s) take 10,172 GiB, and this machine has "
+    )
+    assert text.endswith("Choose a smaller preset, such as small.")
+
+
+def test_resuming_takes_no_option_of_a_new_run(capsys):
+    assert mistake(capsys, "--resume", "x", "--lr", "1", "--steps", "5") == (
+        "labkit train: --resume goes on with the saved recipe and takes no options of "
+        "a new run; got --steps, --lr. Leave them out."
+    )
+
+
+def test_a_folder_that_cannot_be_written_gives_status_1(train, tmp_path, capsys):
+    (tmp_path / "run").write_text("a file in the way")
+    assert train("--steps", "1") == 1
+    assert "labkit train: " in capsys.readouterr().err

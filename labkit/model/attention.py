@@ -6,7 +6,7 @@ head; decoding instead *absorbs* the expansion into the query and the output, an
 attends over the latents as they lie in the cache. Both are the same function.
 """
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Complex, Float
@@ -18,6 +18,7 @@ from labkit.model.norm import RMSNorm, compute_dtype
 from labkit.model.rope import rotate
 
 
+@runtime_checkable
 class LayerCache(Protocol):
     """What an attention layer needs of a cache: its own rows, and who sees them."""
 

@@ -77,5 +77,6 @@ def rotate(
 
     The turn itself is in FP32: positions of some thousands need its mantissa.
     """
-    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+    # A part of a wider row starts anywhere; complex values start at even offsets.
+    pairs = torch.view_as_complex(x.float().contiguous().unflatten(-1, (-1, 2)))
     return torch.view_as_real(pairs * turns.unsqueeze(-2)).flatten(-2).type_as(x)

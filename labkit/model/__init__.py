@@ -7,6 +7,7 @@ l layers or routers.
 """
 
 from labkit.model.cache import LatentCache
+from labkit.model.checkpoint import load_hf, save_hf
 from labkit.model.transformer import LossParts, Transformer
 
-__all__ = ["LatentCache", "LossParts", "Transformer"]
+__all__ = ["LatentCache", "LossParts", "Transformer", "load_hf", "save_hf"]

@@ -1,0 +1,180 @@
+"""Published checkpoints, in and out: `load_hf` and `save_hf`.
+
+Weights are read from the files one tensor at a time, straight into the place where
+the model keeps them, so that loading takes the memory of the model and of one tensor.
+"""
+
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from jaxtyping import Shaped
+from torch import Tensor
+
+from labkit.config import ModelConfig
+from labkit.model.checkpoint_check import check_tensors
+from labkit.model.checkpoint_files import Archive, open_archive, write_folder
+from labkit.model.checkpoint_fp8 import (
+    QUANTIZATION,
+    SCALE_SUFFIX,
+    dequantize_into,
+    is_quantized,
+    quantize_blocks,
+)
+from labkit.model.checkpoint_names import Place, is_beyond, places, shared_copies
+from labkit.model.transformer import Transformer
+
+logger = logging.getLogger(__name__)
+
+
+def load_hf(
+    folder: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    mtp: bool = True,
+) -> Transformer:
+    """Return the model that a folder in the published format holds.
+
+    FP8 weights are dequantised. Router biases stay in FP32, whatever the dtype.
+
+    Args:
+        folder: `config.json`, and safetensors files with or without an index.
+        dtype: of parameters; None takes that of the stored embedding.
+        device: where the model goes.
+        mtp: False leaves MTP modules out. True loads them; if the config promises
+            some and the files hold none, as when transformers has saved the model,
+            it says so in the log and leaves them out.
+
+    Raises:
+        ValueError: the files are no safetensors, are damaged or missing, or hold
+            other tensors than the config asks for: those are named.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ValueError(
+            "a checkpoint is a folder of config.json and safetensors files; "
+            f"{folder} is none. Give the folder of the downloaded model."
+        )
+    cfg = ModelConfig.from_hf(folder)
+    _check_quantization(folder)
+    with open_archive(folder) as archive:
+        cfg, stored = _settle_mtp(cfg, archive.names, mtp)
+        model = Transformer(cfg, device="meta")
+        targets = _targets(model, stored)
+        check_tensors(folder, archive, stored, model, targets)
+        model.to(dtype or _embedding_dtype(archive, targets))
+        model.to_empty(device=device or torch.get_default_device())
+        _fill(model, archive, targets)
+    return model
+
+
+def _check_quantization(folder: Path) -> None:
+    hf = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    found = hf.get("quantization_config") or QUANTIZATION
+    for key in ("quant_method", "weight_block_size"):
+        if found.get(key) != QUANTIZATION[key]:
+            raise ValueError(
+                f"{key} must be {QUANTIZATION[key]!r}, as in DeepSeek's FP8 releases; "
+                f"got {found.get(key)!r} in {folder / 'config.json'}. Take the "
+                "original release, or one in BF16."
+            )
+
+
+def _settle_mtp(
+    cfg: ModelConfig, stored: set[str], mtp: bool
+) -> tuple[ModelConfig, set[str]]:
+    """Return the config to build, and the stored tensors to account for."""
+    beyond = {name for name in stored if is_beyond(name, cfg.n_layers)}
+    if not mtp:
+        return replace(cfg, mtp=None), stored - beyond
+    if cfg.mtp is not None and not beyond:
+        logger.warning(
+            "the config promises MTP modules (%d), but the files hold none: "
+            "the model is loaded without them",
+            cfg.mtp.depth,
+        )
+        return replace(cfg, mtp=None), stored
+    return cfg, stored
+
+
+def _targets(model: Transformer, stored: set[str]) -> dict[str, Place]:
+    """Return which tensor to read for each place: a copy, if only that is stored."""
+    targets = places(model, stored)
+    for copy, original in shared_copies(model.cfg).items():
+        if copy in stored and original in targets and original not in stored:
+            targets[copy] = targets.pop(original)
+    return targets
+
+
+def _embedding_dtype(archive: Archive, targets: dict[str, Place]) -> torch.dtype:
+    names = {place.parameter: name for name, place in targets.items()}
+    return archive.dtype(names["embed.weight"])
+
+
+def _fill(model: Transformer, archive: Archive, targets: dict[str, Place]) -> None:
+    weights = model.state_dict()
+    for name, place in targets.items():
+        target, tensor = place.within(weights), archive.read(name)
+        if tensor.dtype == torch.float8_e4m3fn:
+            scales = archive.read(name + SCALE_SUFFIX)
+            dequantize_into(target, tensor.to(target.device), scales.to(target.device))
+        else:
+            target.copy_(tensor)
+
+
+def save_hf(
+    model: Transformer,
+    folder: str | Path,
+    *,
+    fp8: bool = False,
+    max_shard_bytes: int = 5_000_000_000,
+) -> None:
+    """Write a model in the published format, which transformers reads.
+
+    Args:
+        model: its attention must be MLA.
+        folder: where; weights that it holds are replaced once the new ones are on
+            disk, other files stay.
+        fp8: store matrices in FP8 blocks, and the rest in BF16, as DeepSeek-V3 does.
+        max_shard_bytes: where to begin another file; one tensor may exceed it.
+
+    Raises:
+        ValueError: the format cannot express the model.
+        OSError: the files could not be written; what was there before is intact.
+    """
+    if max_shard_bytes < 1:
+        raise ValueError(
+            f"max_shard_bytes must be at least 1; got {max_shard_bytes}. "
+            "Set max_shard_bytes=5_000_000_000."
+        )
+    dtype = torch.bfloat16 if fp8 else model.embed.weight.dtype
+    config = model.cfg.to_hf() | {"dtype": str(dtype).removeprefix("torch.")}
+    if fp8:
+        config["quantization_config"] = QUANTIZATION
+    tensors = _published_tensors(model, fp8=fp8)
+    write_folder(Path(folder), config, tensors, max_shard_bytes=max_shard_bytes)
+
+
+@torch.no_grad()
+def _published_tensors(
+    model: Transformer, *, fp8: bool
+) -> Iterator[tuple[str, Shaped[Tensor, "..."]]]:
+    weights, exact = model.state_dict(), dict(model.named_buffers())
+    targets = places(model)
+    for name, place in targets.items():
+        tensor = place.within(weights)
+        if fp8 and is_quantized(name, tensor.shape):
+            values, scales = quantize_blocks(tensor)
+            yield name, values
+            yield name + SCALE_SUFFIX, scales
+        elif fp8 and place.parameter not in exact:
+            yield name, tensor.bfloat16()
+        else:
+            yield name, tensor
+    for copy, original in shared_copies(model.cfg).items():
+        tensor = targets[original].within(weights)
+        yield copy, tensor.to(torch.bfloat16 if fp8 else tensor.dtype, copy=True)

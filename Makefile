@@ -33,12 +33,12 @@ setup:
 	  "Install one, or name it: make lab PYTHON=/path/to/python3.12" >&2; exit 1
 
 # Settings, history and workspaces stay in .venv, so that the book leaves no trace.
-lab: export JUPYTER_CONFIG_DIR := $(STATE)/jupyter
-lab: export JUPYTER_DATA_DIR := $(STATE)/jupyter/data
-lab: export JUPYTER_RUNTIME_DIR := $(STATE)/jupyter/runtime
-lab: export JUPYTERLAB_SETTINGS_DIR := $(STATE)/jupyter/settings
-lab: export JUPYTERLAB_WORKSPACES_DIR := $(STATE)/jupyter/workspaces
-lab: export IPYTHONDIR := $(STATE)/ipython
+lab notebooks: export JUPYTER_CONFIG_DIR := $(STATE)/jupyter
+lab notebooks: export JUPYTER_DATA_DIR := $(STATE)/jupyter/data
+lab notebooks: export JUPYTER_RUNTIME_DIR := $(STATE)/jupyter/runtime
+lab notebooks: export JUPYTERLAB_SETTINGS_DIR := $(STATE)/jupyter/settings
+lab notebooks: export JUPYTERLAB_WORKSPACES_DIR := $(STATE)/jupyter/workspaces
+lab notebooks: export IPYTHONDIR := $(STATE)/ipython
 lab: setup
 	@$(BIN)/python -m jupyterlab $(ALLOW_ROOT) --ServerApp.root_dir="$(CURDIR)" \
 	  --LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb \
@@ -49,7 +49,9 @@ test: setup
 	@$(BIN)/python tests/run_all.py $(ARGS)
 
 bench: setup
-	@$(BIN)/python -m pytest -s tests/benchmarks $(ARGS)
+	@status=0; for script in tests/benchmarks/bench_*.py; do \
+	  echo "===== $$script ====="; $(BIN)/python "$$script" $(ARGS) || status=1; \
+	done; exit $$status
 
 notebooks: setup
 	@$(BIN)/python -m labkit notebooks --execute $(ARGS)

@@ -133,15 +133,12 @@ def _processor(machine: Machine) -> Finding:
 
 
 def _dtypes(roofline: Roofline) -> Finding:
-    best = roofline.gemm_flops
-    reference = f"float32 {rate(best['float32'], 'FLOP/s')}"
-    others = [
-        f"{dtype} {rate(flops, 'FLOP/s')} ({flops / best['float32']:.1f} times)"
-        for dtype, flops in best.items()
-        if dtype != "float32"
-    ]
-    fast = ", ".join(roofline.fast_dtypes) or "none but float32"
-    text = f"fast here: {fast}; {reference}, {', '.join(others)}"
+    def judge(dtype: str, flops: float) -> str:
+        speed = "fast" if dtype in roofline.fast_dtypes else "slow"
+        verdict = "" if dtype == "float32" else f" ({speed} here)"
+        return f"{dtype} {rate(flops, 'FLOP/s')}{verdict}"
+
+    text = ", ".join(judge(*item) for item in roofline.gemm_flops.items())
     return Finding(subject="dtypes", state="ok", text=text)
 
 

@@ -6,7 +6,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 
-def compute_dtype(x: Tensor) -> torch.dtype:
+def compute_dtype(x: Float[Tensor, "..."]) -> torch.dtype:
     """Return the dtype in which matrix products on `x` run: autocast's, or its own."""
     if torch.is_autocast_enabled(x.device.type):
         return torch.get_autocast_dtype(x.device.type)

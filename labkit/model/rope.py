@@ -77,6 +77,7 @@ def rotate(
 
     The turn itself is in FP32: positions of some thousands need its mantissa.
     """
-    # A part of a wider row starts anywhere; complex values start at even offsets.
-    pairs = torch.view_as_complex(x.float().contiguous().unflatten(-1, (-1, 2)))
+    # A copy, because a part of a row may start at an odd offset, complex values not.
+    x32 = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    pairs = torch.view_as_complex(x32.unflatten(-1, (-1, 2)))
     return torch.view_as_real(pairs * turns.unsqueeze(-2)).flatten(-2).type_as(x)

@@ -107,10 +107,12 @@ class MLA(nn.Module):
         mla = self.mla
         kv = self.wkv_b(latent).unflatten(-1, (mla.n_heads, -1))
         k_nope, v = kv.split([mla.qk_nope_head_dim, mla.v_head_dim], dim=-1)
-        shared = k_pe.unsqueeze(-2).expand(-1, -1, mla.n_heads, -1)
-        q = torch.cat((q_nope, q_pe), dim=-1)
-        k = torch.cat((k_nope, shared), dim=-1)
-        return attend(q, k, v, scale=self.softmax_scale, mask=mask)
+        shared = k_pe.unsqueeze(1).expand(-1, mla.n_heads, -1, -1)
+        # Heads go before positions here, where the parts are copied anyway.
+        q = torch.cat((q_nope.transpose(1, 2), q_pe.transpose(1, 2)), dim=-1)
+        k = torch.cat((k_nope.transpose(1, 2), shared), dim=-1)
+        out = attend(q, k, v.transpose(1, 2), scale=self.softmax_scale, mask=mask)
+        return out.transpose(1, 2)
 
     def absorbed(
         self,
@@ -183,8 +185,9 @@ class GQA(nn.Module):
             mask = causal_mask(x.shape[1], k.shape[1], device=x.device)
             mask = mask.expand(len(x), -1, -1)
         k, v = (self._per_query_head(part) for part in (k, v))
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
         out = attend(q, k, v, scale=self.softmax_scale, mask=mask)
-        return self.wo(out.flatten(-2))
+        return self.wo(out.transpose(1, 2).flatten(-2))
 
     def _per_query_head(self, x: Tensor) -> Tensor:
         group = self.gqa.n_heads // self.gqa.n_kv_heads

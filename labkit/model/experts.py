@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx, once_differentiable
 
 from labkit.model.norm import compute_dtype
 
@@ -48,8 +49,8 @@ class _SwiGLUExperts(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: torch.autograd.function.FunctionCtx,
+    def forward(  # noqa: PLR0913  autograd takes each tensor on its own
+        ctx: FunctionCtx,
         x: Tensor,
         weights: Tensor,
         w13: Tensor,
@@ -75,18 +76,22 @@ class _SwiGLUExperts(torch.autograd.Function):
         return F.embedding_bag(row, rows, mode="sum")
 
     @staticmethod
+    @once_differentiable
     def backward(
-        ctx: torch.autograd.function.FunctionCtx, grad: Tensor
+        ctx: FunctionCtx, grad: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, None]:
         x, weights, w13, w2, hidden, token, row = ctx.saved_tensors
         rows = x.index_select(0, token)
         grad_rows = grad.index_select(0, token)  # (p, d)
         scale = _sorted_weights(weights, row)
         grad_scale = torch.empty_like(scale)
-        grad_w13, grad_w2 = torch.zeros_like(w13), torch.zeros_like(w2)
+        grad_w13, grad_w2 = torch.empty_like(w13), torch.empty_like(w2)
         start = 0
         for expert, end in enumerate(ctx.ends):
-            if end > start:
+            if end == start:
+                grad_w13[expert].zero_()
+                grad_w2[expert].zero_()
+            else:
                 block = slice(start, end)
                 gate, up = hidden[block].chunk(2, dim=-1)
                 grad_product = grad_rows[block] @ w2[expert]  # (rows, f)

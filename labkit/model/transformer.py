@@ -179,7 +179,6 @@ class Transformer(nn.Module):
         n_tokens: int | None = None,
         n_sequences: int | None = None,
         mtp_weight: float | None = None,
-        balance_weight: float | None = None,
     ) -> LossParts:
         """Return the training loss and its parts.
 
@@ -189,8 +188,7 @@ class Transformer(nn.Module):
             n_tokens: targets of the whole optimizer step, when this is one
                 micro-batch of it; losses then add up to the large batch's.
             n_sequences: sequences of the whole step, likewise.
-            mtp_weight: lambda, else the config's (equation 25).
-            balance_weight: alpha, else the config's (equation 17).
+            mtp_weight: lambda (equation 25), else the config's.
         """
         n_tokens = n_tokens or max(int((targets != IGNORED).sum()), 1)
         x, routings = self.hidden(tokens)
@@ -199,7 +197,7 @@ class Transformer(nn.Module):
         deeper, mtp_routings = self.mtp_loss_sum(normed, targets)
         routings = routings + mtp_routings
         mtp = deeper * (self._mtp_weight(mtp_weight) / n_tokens)
-        balance = self._balance(routings, balance_weight) / (n_sequences or len(tokens))
+        balance = self._balance(routings) / (n_sequences or len(tokens))
         return LossParts(
             total=main + mtp + balance,
             main=main.detach(),
@@ -267,14 +265,13 @@ class Transformer(nn.Module):
             return 0.0
         return (mtp.loss_weight if weight is None else weight) / mtp.depth
 
-    def _balance(self, routings: list[Routing], weight: float | None) -> Tensor:
+    def _balance(self, routings: list[Routing]) -> Tensor:
         moe = self.cfg.moe
-        if moe is not None and weight is None:
-            weight = moe.balance_loss_weight
-        if moe is None or not routings or not weight:
+        if moe is None or not routings or not moe.balance_loss_weight:
             return torch.zeros((), device=self.embed.weight.device)
         k = moe.n_activated_experts
-        return weight * sum(balance_loss(r.affinity, k) for r in routings)
+        losses = [balance_loss(routing.affinity, k) for routing in routings]
+        return moe.balance_loss_weight * torch.stack(losses).sum()
 
     def _load(self, routings: list[Routing]) -> Tensor:
         if not routings:

@@ -1,0 +1,106 @@
+"""The same weights in labkit and in transformers, for side-by-side timings."""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import nn
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+from labkit.config import PRESETS, ModelConfig
+from labkit.model import Transformer
+
+EXPERT_IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
+
+NAMES = {
+    "embed.weight": "model.embed_tokens.weight",
+    "norm.weight": "model.norm.weight",
+    "head.weight": "lm_head.weight",
+}
+"""Parameters outside the layers: labkit's name, transformers' name."""
+
+LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn.wq_a": "self_attn.q_a_proj",
+    "attn.q_norm": "self_attn.q_a_layernorm",
+    "attn.wq_b": "self_attn.q_b_proj",
+    "attn.wkv_a": "self_attn.kv_a_proj_with_mqa",
+    "attn.kv_norm": "self_attn.kv_a_layernorm",
+    "attn.wkv_b": "self_attn.kv_b_proj",
+    "attn.wo": "self_attn.o_proj",
+    "ffn.w1": "mlp.gate_proj",
+    "ffn.w2": "mlp.down_proj",
+    "ffn.w3": "mlp.up_proj",
+    "ffn.shared_experts.w1": "mlp.shared_experts.gate_proj",
+    "ffn.shared_experts.w2": "mlp.shared_experts.down_proj",
+    "ffn.shared_experts.w3": "mlp.shared_experts.up_proj",
+    "ffn.gate": "mlp.gate",
+    "ffn.experts.w13": "mlp.experts.gate_up_proj",
+    "ffn.experts.w2": "mlp.experts.down_proj",
+}
+
+
+def bench_config() -> ModelConfig:
+    """Return the benchmark's model of 10M parameters: "small" without extras.
+
+    transformers has neither a balance loss nor MTP in training, so both are off;
+    and plain RoPE serves up to 4096 tokens.
+    """
+    small = PRESETS["small"]
+    return replace(
+        small,
+        mtp=None,
+        moe=replace(small.moe, balance_loss_weight=0.0),
+        rope=replace(small.rope, original_seq_len=4096),
+        max_seq_len=4096,
+    )
+
+
+def reference_name(name: str) -> str:
+    """Return transformers' name of a labkit parameter."""
+    if name in NAMES:
+        return NAMES[name]
+    _, index, rest = name.split(".", 2)
+    stem = rest.removesuffix(".weight")
+    suffix = "" if stem == rest else ".weight"
+    return f"model.layers.{index}.{LAYER_NAMES[stem]}{suffix}"
+
+
+def paired_models(seed: int = 0) -> tuple[Transformer, nn.Module]:
+    """Return a labkit model and transformers' model of the same weights."""
+    cfg = bench_config()
+    ours = Transformer(cfg, generator=torch.Generator().manual_seed(seed))
+    hf = {key: value for key, value in cfg.to_hf().items() if key != "labkit"}
+    theirs = DeepseekV3ForCausalLM(DeepseekV3Config(**hf))
+    state = theirs.state_dict()
+    with torch.no_grad():
+        for name, parameter in ours.named_parameters():
+            state[reference_name(name)].copy_(parameter)
+    return ours, theirs
+
+
+def medians(runs: dict[str, Callable[[], object]], n_rounds: int) -> dict[str, float]:
+    """Return each run's median seconds; rounds alternate, after one warm-up."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for round_index in range(n_rounds + 1):
+        for name, run in runs.items():
+            start = time.perf_counter()
+            run()
+            if round_index:
+                times[name].append(time.perf_counter() - start)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def gemm_peak(dtype: torch.dtype, size: int = 1024, n_runs: int = 20) -> float:
+    """Return the FLOP/s of a square matrix product: the best of `n_runs`."""
+    a, b = (torch.randn(size, size).to(dtype) for _ in range(2))
+    a @ b
+    best = float("inf")
+    for _ in range(n_runs):
+        start = time.perf_counter()
+        a @ b
+        best = min(best, time.perf_counter() - start)
+    return 2 * size**3 / best

@@ -120,8 +120,8 @@ def _fill(model: Transformer, archive: Archive, targets: dict[str, Place]) -> No
     for name, place in targets.items():
         target, tensor = place.within(weights), archive.read(name)
         if tensor.dtype == torch.float8_e4m3fn:
-            scales = archive.read(name + SCALE_SUFFIX)
-            dequantize_into(target, tensor.to(target.device), scales.to(target.device))
+            scales = archive.read(name + SCALE_SUFFIX).to(target.device, torch.float32)
+            dequantize_into(target, tensor.to(target.device), scales)
         else:
             target.copy_(tensor)
 

@@ -6,6 +6,7 @@ into weights (DeepSeek-V3, section 3.3, and the README of its weights).
 """
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
@@ -58,8 +59,8 @@ def quantize_blocks(
     stripes = zip(weight.split(BLOCK), values.split(BLOCK), scales, strict=True)
     for stripe, stored, scale in stripes:
         largest = stripe.float().abs().amax(dim=0)  # (i,)
-        for block, peak in enumerate(largest.split(BLOCK)):
-            scale[block] = peak.amax() / LARGEST
+        largest = F.pad(largest, (0, -len(largest) % BLOCK)).unflatten(0, (-1, BLOCK))
+        scale.copy_(largest.amax(dim=-1) / LARGEST)
         # A block of zeros has no scale of its own; any will do.
         scale.masked_fill_(scale == 0, 1.0)
         stored.copy_(stripe.float() / _per_column(scale, stripe.shape[1]))
@@ -74,7 +75,7 @@ def dequantize_into(
     """Write the weights that the values and scales stand for into `weight`."""
     stripes = zip(weight.split(BLOCK), values.split(BLOCK), scales, strict=True)
     for stripe, stored, scale in stripes:
-        stripe.copy_(stored.float() * _per_column(scale.float(), stripe.shape[1]))
+        stripe.copy_(stored.float() * _per_column(scale, stripe.shape[1]))
 
 
 def _per_column(scale: Float[Tensor, "bi"], n_columns: int) -> Float[Tensor, "i"]:

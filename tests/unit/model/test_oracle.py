@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -17,7 +18,9 @@ from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
 )
+from transformers.modeling_layers import MtpModel
 
+from labkit.config import ModelConfig
 from labkit.model import Transformer, load_hf, save_hf
 from labkit.model.moe import MoE
 
@@ -117,31 +120,39 @@ def hf_configs(draw, version, has_query_rank, has_yarn):
 
 
 def random_hf_model(version, config, seed):
-    """Return transformers' model with weights that make every part count."""
     torch.manual_seed(seed)
     hf = as_reference(VERSIONS[version][1](config))
-    with torch.no_grad():
-        for parameter in hf.parameters():
-            if parameter.dim() == 1:
-                parameter.uniform_(0.3, 1.7)
-            else:
-                parameter.normal_(std=SCALE * max(parameter.shape[-1], 1) ** -0.5)
-        for name, buffer in hf.named_buffers():
-            if name.endswith("e_score_correction_bias"):
-                buffer.uniform_(-2, 1)
+    randomise(hf)
     return hf
+
+
+@torch.no_grad()
+def randomise(model):
+    """Draw weights, norm gains and router biases that make every part count."""
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.uniform_(0.3, 1.7)
+        else:
+            parameter.normal_(std=SCALE * max(parameter.shape[-1], 1) ** -0.5)
+    for name, buffer in model.named_buffers():
+        if name.endswith("bias"):
+            buffer.uniform_(-2, 1)
 
 
 def as_reference(hf):
-    """Return the model with its plainest kernels, and one epsilon in all norms."""
+    """Return transformers' model with its plainest kernels and one epsilon."""
     hf.set_attn_implementation("eager")
     hf.set_experts_implementation("eager")
     for layer in hf.model.layers:
-        # transformers keeps these two at 1e-6, whatever rms_norm_eps says.
-        layer.self_attn.kv_a_layernorm.variance_epsilon = hf.config.rms_norm_eps
-        if hf.config.q_lora_rank is not None:
-            layer.self_attn.q_a_layernorm.variance_epsilon = hf.config.rms_norm_eps
+        use_one_epsilon(layer, hf.config)
     return hf
+
+
+def use_one_epsilon(layer, config):
+    """Give a layer's two inner norms the config's epsilon; transformers has 1e-6."""
+    layer.self_attn.kv_a_layernorm.variance_epsilon = config.rms_norm_eps
+    if config.q_lora_rank is not None:
+        layer.self_attn.q_a_layernorm.variance_epsilon = config.rms_norm_eps
 
 
 def corresponding(
@@ -153,25 +164,25 @@ def corresponding(
     yield "head", hf.lm_head.weight, model.head.weight
     for i, (theirs, ours) in enumerate(zip(hf.model.layers, model.layers, strict=True)):
         for name, a, b in layer_pairs(theirs, ours):
-            yield f"layer {i}: {name}", a.weight if hasattr(a, "weight") else a, b
+            yield f"layer {i}: {name}", a, b
 
 
 def layer_pairs(theirs, ours):
-    yield "norm before attention", theirs.input_layernorm, ours.attn_norm.weight
-    yield "norm before ffn", theirs.post_attention_layernorm, ours.ffn_norm.weight
+    yield "input norm", theirs.input_layernorm.weight, ours.attn_norm.weight
+    yield "middle norm", theirs.post_attention_layernorm.weight, ours.ffn_norm.weight
     attention, mla = theirs.self_attn, ours.attn
     if attention.q_lora_rank is None:
-        yield "query", attention.q_proj, mla.wq.weight
+        yield "query", attention.q_proj.weight, mla.wq.weight
     else:
-        yield "query down", attention.q_a_proj, mla.wq_a.weight
-        yield "query norm", attention.q_a_layernorm, mla.q_norm.weight
-        yield "query up", attention.q_b_proj, mla.wq_b.weight
-    yield "latent", attention.kv_a_proj_with_mqa, mla.wkv_a.weight
-    yield "latent norm", attention.kv_a_layernorm, mla.kv_norm.weight
-    yield "latent up", attention.kv_b_proj, mla.wkv_b.weight
-    yield "output", attention.o_proj, mla.wo.weight
+        yield "query down", attention.q_a_proj.weight, mla.wq_a.weight
+        yield "query norm", attention.q_a_layernorm.weight, mla.q_norm.weight
+        yield "query up", attention.q_b_proj.weight, mla.wq_b.weight
+    yield "latent", attention.kv_a_proj_with_mqa.weight, mla.wkv_a.weight
+    yield "latent norm", attention.kv_a_layernorm.weight, mla.kv_norm.weight
+    yield "latent up", attention.kv_b_proj.weight, mla.wkv_b.weight
+    yield "output", attention.o_proj.weight, mla.wo.weight
     if isinstance(ours.ffn, MoE):
-        yield "router", theirs.mlp.gate, ours.ffn.gate.weight
+        yield "router", theirs.mlp.gate.weight, ours.ffn.gate.weight
         yield "experts in", theirs.mlp.experts.gate_up_proj, ours.ffn.experts.w13
         yield "experts out", theirs.mlp.experts.down_proj, ours.ffn.experts.w2
         if ours.ffn.shared_experts is not None:
@@ -181,38 +192,75 @@ def layer_pairs(theirs, ours):
 
 
 def mlp_pairs(theirs, ours):
-    yield "gate", theirs.gate_proj, ours.w1.weight
-    yield "up", theirs.up_proj, ours.w3.weight
-    yield "down", theirs.down_proj, ours.w2.weight
+    yield "gate", theirs.gate_proj.weight, ours.w1.weight
+    yield "up", theirs.up_proj.weight, ours.w3.weight
+    yield "down", theirs.down_proj.weight, ours.w2.weight
 
 
-def smallest_margin(model: Transformer, tokens: torch.Tensor) -> float:
+def mtp_pairs(theirs, ours):
+    for i, (a, b) in enumerate(zip(theirs.layers, ours.mtp, strict=True)):
+        yield f"mtp {i}: embedding norm", a.enorm.weight, b.enorm.weight
+        yield f"mtp {i}: hidden norm", a.hnorm.weight, b.hnorm.weight
+        yield f"mtp {i}: projection", a.eh_proj.weight, b.eh_proj.weight
+        yield f"mtp {i}: last norm", a.post_norm.weight, b.norm.weight
+        for name, x, y in layer_pairs(a.mtp_block, b.block):
+            yield f"mtp {i}: {name}", x, y
+
+
+def smallest_margin(model: Transformer, tokens, targets) -> float:
     """Return how near any router came to another choice of groups or experts."""
     margins = [float("inf")]
-    _, routings = model.hidden(tokens)
-    for router, routing in zip(model.routers(), routings, strict=True):
-        moe = router.moe
-        score = routing.affinity.flatten(0, 1)
-        score = score if router.bias is None else score + router.bias
-        grouped = score.unflatten(-1, (moe.n_expert_groups, -1))
-        n_best = 2 if moe.group_score == "top2" else 1
-        groups = grouped.topk(min(n_best, grouped.shape[-1])).values.sum(-1)
-        ranked = groups.sort(descending=True)
-        if moe.n_limited_groups < moe.n_expert_groups:
-            edge = ranked.values[:, moe.n_limited_groups - 1 : moe.n_limited_groups + 1]
-            margins.append((edge[:, 0] - edge[:, 1]).min().item())
-        open_groups = ranked.indices[:, : moe.n_limited_groups, None]
-        open_groups = open_groups.expand(-1, -1, moe.experts_per_group)
-        best = grouped.gather(1, open_groups).flatten(1).sort(descending=True).values
-        edge = best[:, moe.n_activated_experts - 1 : moe.n_activated_experts + 1]
-        if edge.shape[1] == 2:
-            margins.append((edge[:, 0] - edge[:, 1]).min().item())
+    hooks = [
+        router.register_forward_hook(
+            lambda router, _, output: margins.extend(router_margins(router, output[2]))
+        )
+        for router in model.routers()
+    ]
+    model.loss(tokens, targets)
+    for hook in hooks:
+        hook.remove()
     return min(margins)
 
 
-def draw_tokens(data, vocab_size):
+def router_margins(router, affinity):
+    moe = router.moe
+    score = affinity if router.bias is None else affinity + router.bias
+    grouped = score.unflatten(-1, (moe.n_expert_groups, -1))
+    n_best = min(2, moe.experts_per_group) if moe.group_score == "top2" else 1
+    groups = grouped.topk(n_best).values.sum(-1).sort(descending=True)
+    yield gap_after(groups.values, moe.n_limited_groups)
+    is_open = groups.indices[:, : moe.n_limited_groups, None]
+    best = grouped.gather(1, is_open.expand(-1, -1, moe.experts_per_group)).flatten(1)
+    yield gap_after(best.sort(descending=True).values, moe.n_activated_experts)
+
+
+def gap_after(ranked, count):
+    """Return the smallest step from the last that is chosen to the next."""
+    if ranked.shape[1] == count:
+        return float("inf")
+    return (ranked[:, count - 1] - ranked[:, count]).min().item()
+
+
+def draw_batch(data, vocab_size):
+    """Return tokens, and as targets the token after each; the last has none."""
     shape = data.draw(st.integers(1, 3)), data.draw(st.integers(2, 12))
-    return torch.randint(0, vocab_size, shape)
+    tokens = torch.randint(0, vocab_size, shape)
+    targets = torch.full_like(tokens, -100)
+    targets[:, :-1] = tokens[:, 1:]
+    return tokens, targets
+
+
+def assert_same_gradients(pairs, model):
+    pairs = list(pairs)
+    assert len(pairs) == len(list(model.parameters()))
+    for name, theirs, ours in pairs:
+        torch.testing.assert_close(
+            ours.grad,
+            theirs.grad,
+            rtol=RTOL,
+            atol=ATOL,
+            msg=lambda message, name=name: f"gradient of {name}: {message}",
+        )
 
 
 def for_every_kind(test):
@@ -231,30 +279,19 @@ def test_logits_loss_and_every_gradient_agree(
     hf = random_hf_model(version, config, seed)
     hf.save_pretrained(tmp_path)
     model = load_hf(tmp_path)
-    tokens = draw_tokens(data, config.vocab_size)
-    assume(smallest_margin(model, tokens) > NEAR_TIE)
+    tokens, targets = draw_batch(data, config.vocab_size)
+    assume(smallest_margin(model, tokens, targets) > NEAR_TIE)
 
     expected = hf(tokens, labels=tokens)
     torch.testing.assert_close(model(tokens), expected.logits, rtol=RTOL, atol=ATOL)
 
-    targets = torch.full_like(tokens, -100)
-    targets[:, :-1] = tokens[:, 1:]
     loss = model.loss(tokens, targets, balance_weight=0.0)
     torch.testing.assert_close(loss.total, expected.loss, rtol=RTOL, atol=ATOL)
     torch.testing.assert_close(loss.main, loss.total.detach())
 
     loss.total.backward()
     expected.loss.backward()
-    pairs = list(corresponding(hf, model))
-    assert len(pairs) == len(list(model.parameters()))
-    for name, theirs, ours in pairs:
-        torch.testing.assert_close(
-            ours.grad,
-            theirs.grad,
-            rtol=RTOL,
-            atol=ATOL,
-            msg=lambda message, name=name: f"gradient of {name}: {message}",
-        )
+    assert_same_gradients(corresponding(hf, model), model)
 
 
 @for_every_kind
@@ -264,11 +301,77 @@ def test_transformers_reads_what_save_hf_writes(
     config = data.draw(hf_configs(version, has_query_rank, has_yarn))
     random_hf_model(version, config, seed).save_pretrained(tmp_path / "theirs")
     model = load_hf(tmp_path / "theirs")
-    tokens = draw_tokens(data, config.vocab_size)
-    assume(smallest_margin(model, tokens) > NEAR_TIE)
+    tokens, targets = draw_batch(data, config.vocab_size)
+    assume(smallest_margin(model, tokens, targets) > NEAR_TIE)
 
     shard = data.draw(st.sampled_from([1, 5_000, 10**9]))
     save_hf(model, tmp_path / "ours", max_shard_bytes=shard)
     hf = as_reference(VERSIONS[version][1].from_pretrained(tmp_path / "ours"))
 
     torch.testing.assert_close(hf(tokens).logits, model(tokens), rtol=RTOL, atol=ATOL)
+
+
+def mtp_model(hf, model):
+    """Return transformers' own MTP modules, with the weights of labkit's."""
+    mtp = MtpModel(hf, len(model.mtp))
+    mtp.set_experts_implementation("eager")
+    with torch.no_grad():
+        for _, theirs, ours in mtp_pairs(mtp, model):
+            theirs.copy_(ours)
+        for theirs, ours in zip(mtp.layers, model.mtp, strict=True):
+            use_one_epsilon(theirs.mtp_block, hf.config)
+            if isinstance(ours.block.ffn, MoE):
+                bias = theirs.mtp_block.mlp.gate.e_score_correction_bias
+                bias.copy_(ours.block.ffn.gate.bias)
+    return mtp
+
+
+def mtp_loss(hf, mtp, tokens, targets):
+    """Return the summed cross-entropy of all depths, by equations 21 to 24."""
+    total = 0.0
+    hidden = hf.model(tokens).last_hidden_state
+    for depth, layer in enumerate(mtp.layers, start=1):
+        length = tokens.shape[1] - depth
+        if length < 1:
+            break
+        embedded = hf.model.embed_tokens(targets[:, depth - 1 : -1])
+        hidden = layer(
+            embedded,
+            hidden[:, :length],
+            position_embeddings=hf.model.rotary_emb(hidden, torch.arange(length)[None]),
+            attention_mask=torch.full((length, length), -torch.inf).triu(1),
+            position_ids=None,
+            cache=None,
+        )
+        logits, wanted = hf.lm_head(hidden), targets[:, depth:]
+        total += F.cross_entropy(logits.mT, wanted, reduction="sum")
+    return total
+
+
+@drawn
+@given(data=st.data(), seed=st.integers(0, 2**31), depth=st.integers(1, 2))
+def test_mtp_loss_and_its_gradients_agree(tmp_path, data, seed, depth):
+    rank, yarn = data.draw(st.booleans()), data.draw(st.booleans())
+    config = data.draw(hf_configs("v3", rank, yarn))
+    config.num_mtp_layers = depth
+    torch.manual_seed(seed)
+    model = Transformer(ModelConfig.from_hf(config.to_dict()))
+    randomise(model)
+    save_hf(model, tmp_path)
+    hf = as_reference(DeepseekV3ForCausalLM.from_pretrained(tmp_path))
+    mtp = mtp_model(hf, model)
+    sequence = torch.randint(0, config.vocab_size, (2, data.draw(st.integers(3, 9))))
+    tokens, targets = sequence[:, :-1], sequence[:, 1:]
+    assume(smallest_margin(model, tokens, targets) > NEAR_TIE)
+
+    weight = 0.3 / depth
+    parts = model.loss(tokens, targets, mtp_weight=0.3, balance_weight=0.0)
+    deeper = weight * mtp_loss(hf, mtp, tokens, targets) / tokens.numel()
+    torch.testing.assert_close(parts.mtp, deeper.detach(), rtol=RTOL, atol=ATOL)
+
+    main = F.cross_entropy(hf(tokens).logits.mT, targets)
+    torch.testing.assert_close(parts.total, main + deeper, rtol=RTOL, atol=ATOL)
+    parts.total.backward()
+    (main + deeper).backward()
+    pairs = [*corresponding(hf, model), *mtp_pairs(mtp, model)]
+    assert_same_gradients(pairs, model)

@@ -27,15 +27,13 @@ NEEDED_BYTES = 3 * 10**9
 REMEDIES = {
     "No space left on device": "the disk is full: free about 3 GB (10 GB for a torch "
     "with CUDA), then run this again",
+    "connection broken by": "the package index cannot be reached: connect to the "
+    "network, or set pip's proxy or index, then run this again",
     "No matching distribution found for torch": "there is no torch for this computer "
-    "and Python: use 64-bit Linux, Windows or macOS on Apple silicon, and Python "
-    "3.11, 3.12 or 3.13",
-    "Failed to establish a new connection": "the package index cannot be reached: "
-    "connect to the network, or set pip's proxy or index, then run this again",
-    "Temporary failure in name resolution": "the package index cannot be reached: "
-    "connect to the network, or set pip's proxy or index, then run this again",
-    "No matching distribution found": "the package index does not have it: see the "
-    "line above, and check that pip's index is the one you mean",
+    "and Python: use 64-bit Linux, Windows, or macOS on Apple silicon, and Python 3.11 "
+    "to 3.13",
+    "No matching distribution found": "a package is not in the index, as the line "
+    "above says: check which index pip is set to",
 }
 """What pip's log says, and what to do about it; the first that is found counts."""
 
@@ -103,10 +101,10 @@ def make_environment() -> None:
     """Make `.venv`, unless a whole one is there: then only its packages are mended."""
     if VENV.exists() and passes_check():
         return
+    free = shutil.disk_usage(ROOT).free
     if VENV.exists():
         print("set-up: .venv is not whole; making it anew")
-    free = shutil.disk_usage(ROOT).free
-    if free < NEEDED_BYTES and not VENV.exists():
+    elif free < NEEDED_BYTES:
         sys.exit(
             f"set-up needs about {NEEDED_BYTES / 1e9:.0f} GB of disk; {ROOT} has "
             f"{free / 1e9:.1f} GB free: free some, then run this again"
@@ -132,7 +130,6 @@ def install(torch_index: str) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     requirements = project["project"]["dependencies"]
     torch = next(line for line in requirements if line.startswith("torch=="))
-    LOG.unlink(missing_ok=True)
     pip(torch, *(["--extra-index-url", torch_index] if torch_index else []))
     pip("--editable", ".[test]")
 
@@ -140,8 +137,10 @@ def install(torch_index: str) -> None:
 def pip(*arguments: str) -> None:
     """Run `pip install`, and end with one line that says why if it fails."""
     print("set-up: pip install", *arguments, flush=True)
+    LOG.unlink(missing_ok=True)
     command = [PYTHON, "-m", "pip", "--log", LOG, "install", *arguments]
     if subprocess.run(command, cwd=ROOT).returncode == 0:
+        LOG.unlink(missing_ok=True)  # tens of megabytes
         return
     log = LOG.read_text(encoding="utf-8", errors="replace") if LOG.exists() else ""
     found = (remedy for sign, remedy in REMEDIES.items() if sign in log)

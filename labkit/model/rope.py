@@ -19,7 +19,7 @@ def correction_pair(n_rotations: float, rope: RopeConfig, dim: int) -> float:
     """Return the (fractional) pair that turns `n_rotations` times in one context.
 
     >>> v3 = RopeConfig(rope_factor=40.0, original_seq_len=4096)
-    >>> round(correction_pair(32, v3, 64), 2), round(correction_pair(1, v3, 64), 2)
+    >>> round(correction_pair(32.0, v3, 64), 2), round(correction_pair(1.0, v3, 64), 2)
     (10.47, 22.51)
     """
     wavelength = rope.original_seq_len / (n_rotations * 2 * math.pi)

@@ -12,10 +12,10 @@ from labkit.model.norm import compute_dtype
 
 
 class Dispatch(NamedTuple):
-    """A sorting of (token, choice) pairs by expert."""
+    """A sorting of (token, choice) pairs by expert, in blocks of padded length."""
 
     token: Int[Tensor, "p"]
-    """The token of each row, rows sorted by expert."""
+    """The token of each row, rows sorted by expert; padding repeats token 0."""
 
     row: Int[Tensor, "n k"]
     """The row of each token's choices: the inverse of the sorting."""
@@ -24,20 +24,40 @@ class Dispatch(NamedTuple):
     """The row after each expert's last; experts without tokens have none."""
 
 
-def dispatch(experts: Int[Tensor, "n k"], n_experts: int) -> Dispatch:
-    """Return the rows in expert order.
+def dispatch(
+    experts: Int[Tensor, "n k"], n_experts: int, *, multiple: int = 1
+) -> Dispatch:
+    """Return the rows in expert order, each block a multiple of `multiple` long.
 
     >>> token, row, ends = dispatch(torch.tensor([[2, 0], [0, 2]]), 3)
     >>> token.tolist(), row.tolist(), ends
     ([0, 1, 0, 1], [[2, 0], [1, 3]], [2, 2, 4])
     """
     flat = experts.flatten()
-    order = flat.argsort(stable=True)  # (p,)
-    row = torch.empty_like(order)
-    row[order] = torch.arange(len(order), device=order.device)
+    order = flat.argsort(stable=True)
     counts = torch.bincount(flat, minlength=n_experts)
-    ends = counts.cumsum(0).tolist()
-    return Dispatch(order // experts.shape[1], row.view_as(experts), ends)
+    lengths = (counts + (multiple - 1)) // multiple * multiple
+    ends = lengths.cumsum(0)
+    shift = (ends - lengths) - (counts.cumsum(0) - counts)  # (e,) padding before
+    row_of_pair = torch.arange(len(order), device=order.device) + shift[flat[order]]
+    row = torch.empty_like(order)
+    row[order] = row_of_pair
+    ends = ends.tolist()
+    token = order.new_zeros(ends[-1])  # (p,)
+    token[row_of_pair] = order // experts.shape[1]
+    return Dispatch(token, row.view_as(experts), ends)
+
+
+def block_multiple(x: Tensor, n_rows: int, n_experts: int) -> int:
+    """Return the multiple to which blocks of rows are padded.
+
+    On a CPU a BF16 product of a new shape first compiles its kernel, three times the
+    product's own time at 500 rows of 256; routing makes new shapes at every step.
+    Rounding up by a sixteenth of a mean block leaves a handful of them.
+    """
+    if x.device.type != "cpu" or x.dtype != torch.bfloat16:
+        return 1
+    return max(n_rows // (8 * n_experts), 1)
 
 
 class _SwiGLUExperts(torch.autograd.Function):
@@ -46,6 +66,7 @@ class _SwiGLUExperts(torch.autograd.Function):
     The routing weight multiplies the hidden layer, before the down-projection: the
     same sum, on the narrower side. Kept are the input, the two projections of the
     hidden layer and the weights; the gathered input and the product are rebuilt.
+    Rows of padding have weight 0, so they add nothing anywhere.
     """
 
     @staticmethod
@@ -59,7 +80,7 @@ class _SwiGLUExperts(torch.autograd.Function):
     ) -> Tensor:
         token, row, ends = plan
         rows = x.index_select(0, token)  # (p, d)
-        scale = _sorted_weights(weights, row)  # (p, 1)
+        scale = _sorted_weights(weights, plan)  # (p, 1)
         hidden = rows.new_empty(len(token), w13.shape[1])  # (p, 2f)
         start = 0
         for expert, end in enumerate(ends):
@@ -83,7 +104,7 @@ class _SwiGLUExperts(torch.autograd.Function):
         x, weights, w13, w2, hidden, token, row = ctx.saved_tensors
         rows = x.index_select(0, token)
         grad_rows = grad.index_select(0, token)  # (p, d)
-        scale = _sorted_weights(weights, row)
+        scale = _sorted_weights(weights, Dispatch(token, row, ctx.ends))
         grad_scale = torch.empty_like(scale)
         grad_w13, grad_w2 = torch.empty_like(w13), torch.empty_like(w2)
         start = 0
@@ -103,8 +124,12 @@ class _SwiGLUExperts(torch.autograd.Function):
                 grad_product.mul_(scale[block])
                 product.mul_(scale[block])
                 torch.mm(grad_rows[block].T, product, out=grad_w2[expert])
-                grad_gate = torch.ops.aten.silu_backward(grad_product * up, gate)
-                grad_hidden = torch.cat((grad_gate, grad_product.mul_(silu)), dim=-1)
+                grad_hidden = torch.empty_like(hidden[block])
+                grad_gate, grad_up = grad_hidden.chunk(2, dim=-1)
+                torch.mul(grad_product, silu, out=grad_up)
+                torch.ops.aten.silu_backward(
+                    grad_product.mul_(up), gate, grad_input=grad_gate
+                )
                 torch.mm(grad_hidden.T, rows[block], out=grad_w13[expert])
                 torch.mm(grad_hidden, w13[expert], out=grad_rows[block])
             start = end
@@ -114,10 +139,10 @@ class _SwiGLUExperts(torch.autograd.Function):
 
 
 def _sorted_weights(
-    weights: Float[Tensor, "n k"], row: Int[Tensor, "n k"]
+    weights: Float[Tensor, "n k"], plan: Dispatch
 ) -> Float[Tensor, "p 1"]:
-    ordered = torch.empty_like(weights).flatten()
-    ordered[row.flatten()] = weights.flatten()
+    ordered = weights.new_zeros(len(plan.token))
+    ordered[plan.row.flatten()] = weights.flatten()
     return ordered.unsqueeze(-1)
 
 
@@ -139,7 +164,8 @@ class Experts(nn.Module):
         dtype = compute_dtype(x)
         x, weights = x.to(dtype), weights.to(dtype)
         w13, w2 = self.w13.to(dtype), self.w2.to(dtype)
-        plan = dispatch(experts, len(w13))
+        multiple = block_multiple(x, experts.numel(), len(w13))
+        plan = dispatch(experts, len(w13), multiple=multiple)
         return _SwiGLUExperts.apply(x, weights, w13, w2, plan)
 
     def extra_repr(self) -> str:

@@ -1,6 +1,7 @@
 """Folders of weights: what is refused, and that nothing is ever half written."""
 
 import json
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -74,22 +75,27 @@ def test_going_back_to_shards_leaves_no_single_file_behind(tmp_path):
     assert value_in(tmp_path) == 2
 
 
-@pytest.fixture
+@contextmanager
 def small_disk():
-    """Let no file grow past 2000 bytes, as a full disk would not."""
+    """Let no file grow past 2000 bytes, as a full disk would not.
+
+    For one call only: the log that pytest itself writes is a file, too.
+    """
     resource = pytest.importorskip("resource")  # Unix has it
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_full_disk_leaves_the_previous_weights_intact(tmp_path, request):
+def test_a_full_disk_leaves_the_previous_weights_intact(tmp_path):
     save_hf(model_of(1), tmp_path)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    request.getfixturevalue("small_disk")
-    with pytest.raises(OSError) as error:
-        save_hf(model_of(2), tmp_path)
+    model = model_of(2)
+    with pytest.raises(OSError) as error, small_disk():
+        save_hf(model, tmp_path)
     text = str(error.value)
     assert text.startswith(f"weights not written to {tmp_path}: ")
     assert text.endswith(

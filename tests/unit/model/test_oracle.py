@@ -116,14 +116,8 @@ def hf_configs(draw, version, has_query_rank, has_yarn):
         v_head_dim=draw(st.integers(1, 9)),
         rms_norm_eps=draw(st.sampled_from([1e-6, 1e-2])),
         num_nextn_predict_layers=0,
+        aux_loss_alpha=draw(st.sampled_from([0.0, 0.01])),
     )
-
-
-def random_hf_model(version, config, seed):
-    torch.manual_seed(seed)
-    hf = as_reference(VERSIONS[version][1](config))
-    randomise(hf)
-    return hf
 
 
 @torch.no_grad()
@@ -263,50 +257,80 @@ def assert_same_gradients(pairs, model):
         )
 
 
-def for_every_kind(test):
-    """Draw configs for each version, with and without query rank and YaRN."""
-    test = drawn(given(data=st.data(), seed=st.integers(0, 2**31))(test))
-    test = pytest.mark.parametrize("has_yarn", [False, True])(test)
-    test = pytest.mark.parametrize("has_query_rank", [False, True])(test)
-    return pytest.mark.parametrize("version", VERSIONS)(test)
+def watch_routers(hf):
+    """Return a list that fills with each router's logits as the model runs."""
+    seen = []
+    for layer in hf.model.layers:
+        if hasattr(layer.mlp, "gate"):
+            layer.mlp.gate.register_forward_hook(lambda _, __, out: seen.append(out[0]))
+    return seen
 
 
-@for_every_kind
+def sequence_balance(hf, batch, logits):
+    """Return equations 17 to 20 of one router; transformers has no balance loss."""
+    is_v3 = hf.config.model_type == "deepseek_v3"
+    affinity = logits.sigmoid() if is_v3 else logits.softmax(-1)
+    total, k = 0.0, hf.config.num_experts_per_tok
+    for sequence in affinity.chunk(batch):
+        n_tokens, n_experts = sequence.shape
+        chosen = F.one_hot(sequence.topk(k).indices, n_experts).sum(dim=(0, 1))
+        share = (sequence / sequence.sum(-1, keepdim=True)).mean(0)
+        total = total + (chosen * n_experts / (k * n_tokens) * share).sum() / batch
+    return total
+
+
+every_version = pytest.mark.parametrize("version", VERSIONS)
+with_and_without_query_rank = pytest.mark.parametrize("has_query_rank", [False, True])
+with_and_without_yarn = pytest.mark.parametrize("has_yarn", [False, True])
+
+
+@every_version
+@with_and_without_query_rank
+@with_and_without_yarn
+@drawn
+@given(data=st.data(), seed=st.integers(0, 2**31))
 def test_logits_loss_and_every_gradient_agree(
     tmp_path, version, has_query_rank, has_yarn, data, seed
 ):
     config = data.draw(hf_configs(version, has_query_rank, has_yarn))
-    hf = random_hf_model(version, config, seed)
+    torch.manual_seed(seed)
+    hf = as_reference(VERSIONS[version][1](config))
+    randomise(hf)
     hf.save_pretrained(tmp_path)
     model = load_hf(tmp_path)
     tokens, targets = draw_batch(data, config.vocab_size)
     assume(smallest_margin(model, tokens, targets) > NEAR_TIE)
 
+    router_logits = watch_routers(hf)
     expected = hf(tokens, labels=tokens)
     torch.testing.assert_close(model(tokens), expected.logits, rtol=RTOL, atol=ATOL)
 
-    loss = model.loss(tokens, targets, balance_weight=0.0)
-    torch.testing.assert_close(loss.total, expected.loss, rtol=RTOL, atol=ATOL)
-    torch.testing.assert_close(loss.main, loss.total.detach())
+    parts = model.loss(tokens, targets)
+    balance = sum(sequence_balance(hf, len(tokens), logits) for logits in router_logits)
+    total = expected.loss + config.aux_loss_alpha * balance
+    torch.testing.assert_close(parts.main, expected.loss.detach(), rtol=RTOL, atol=ATOL)
+    torch.testing.assert_close(parts.total, total, rtol=RTOL, atol=ATOL)
 
-    loss.total.backward()
-    expected.loss.backward()
+    parts.total.backward()
+    total.backward()
     assert_same_gradients(corresponding(hf, model), model)
 
 
-@for_every_kind
-def test_transformers_reads_what_save_hf_writes(
-    tmp_path, version, has_query_rank, has_yarn, data, seed
-):
-    config = data.draw(hf_configs(version, has_query_rank, has_yarn))
-    random_hf_model(version, config, seed).save_pretrained(tmp_path / "theirs")
-    model = load_hf(tmp_path / "theirs")
+@every_version
+@drawn
+@given(data=st.data(), seed=st.integers(0, 2**31))
+def test_transformers_reads_what_save_hf_writes(tmp_path, version, data, seed):
+    kind = data.draw(st.booleans()), data.draw(st.booleans())
+    config = data.draw(hf_configs(version, *kind))
+    torch.manual_seed(seed)
+    model = Transformer(ModelConfig.from_hf(config.to_dict()))
+    randomise(model)
     tokens, targets = draw_batch(data, config.vocab_size)
     assume(smallest_margin(model, tokens, targets) > NEAR_TIE)
 
     shard = data.draw(st.sampled_from([1, 5_000, 10**9]))
-    save_hf(model, tmp_path / "ours", max_shard_bytes=shard)
-    hf = as_reference(VERSIONS[version][1].from_pretrained(tmp_path / "ours"))
+    save_hf(model, tmp_path, max_shard_bytes=shard)
+    hf = as_reference(VERSIONS[version][1].from_pretrained(tmp_path))
 
     torch.testing.assert_close(hf(tokens).logits, model(tokens), rtol=RTOL, atol=ATOL)
 
@@ -351,9 +375,9 @@ def mtp_loss(hf, mtp, tokens, targets):
 @drawn
 @given(data=st.data(), seed=st.integers(0, 2**31), depth=st.integers(1, 2))
 def test_mtp_loss_and_its_gradients_agree(tmp_path, data, seed, depth):
-    rank, yarn = data.draw(st.booleans()), data.draw(st.booleans())
-    config = data.draw(hf_configs("v3", rank, yarn))
-    config.num_mtp_layers = depth
+    kind = data.draw(st.booleans()), data.draw(st.booleans())
+    config = data.draw(hf_configs("v3", *kind))
+    config.num_mtp_layers, config.aux_loss_alpha = depth, 0.0
     torch.manual_seed(seed)
     model = Transformer(ModelConfig.from_hf(config.to_dict()))
     randomise(model)
@@ -364,9 +388,8 @@ def test_mtp_loss_and_its_gradients_agree(tmp_path, data, seed, depth):
     tokens, targets = sequence[:, :-1], sequence[:, 1:]
     assume(smallest_margin(model, tokens, targets) > NEAR_TIE)
 
-    weight = 0.3 / depth
-    parts = model.loss(tokens, targets, mtp_weight=0.3, balance_weight=0.0)
-    deeper = weight * mtp_loss(hf, mtp, tokens, targets) / tokens.numel()
+    parts = model.loss(tokens, targets, mtp_weight=0.3)
+    deeper = 0.3 / depth * mtp_loss(hf, mtp, tokens, targets) / tokens.numel()
     torch.testing.assert_close(parts.mtp, deeper.detach(), rtol=RTOL, atol=ATOL)
 
     main = F.cross_entropy(hf(tokens).logits.mT, targets)

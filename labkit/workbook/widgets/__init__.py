@@ -7,5 +7,15 @@ shows a loss curve while a model trains.
 
 from labkit.workbook.widgets.bundle import explore
 from labkit.workbook.widgets.controls import choice, slider, steps, switch
+from labkit.workbook.widgets.experiment import experiment
+from labkit.workbook.widgets.training import live_training
 
-__all__ = ["choice", "explore", "slider", "steps", "switch"]
+__all__ = [
+    "choice",
+    "experiment",
+    "explore",
+    "live_training",
+    "slider",
+    "steps",
+    "switch",
+]

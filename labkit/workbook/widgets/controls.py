@@ -6,7 +6,7 @@ figure is drawn once per move.
 
 from collections.abc import Sequence
 
-from ipywidgets import Checkbox, Dropdown, IntSlider, Layout, SelectionSlider
+from ipywidgets import Checkbox, IntSlider, Layout, RadioButtons, SelectionSlider
 
 WIDE = "640px"
 
@@ -53,10 +53,20 @@ def steps(
     )
 
 
-def choice(name: str, options: Sequence[str], *, value: str | None = None) -> Dropdown:
-    """Return a list to choose one name from; the first is chosen if none is given."""
+def choice(
+    name: str, options: Sequence[str], *, value: str | None = None
+) -> RadioButtons:
+    """Return names to choose one from; the first is chosen if none is given.
+
+    Radio buttons, because JupyterLab keeps from a drop-down list the keys that would
+    change it; these are reached by Tab and chosen by Space.
+    """
     chosen = options[0] if value is None else value
-    return Dropdown(options=list(options), value=chosen, **_looks(name, ""))
+    return RadioButtons(
+        options=list(options),
+        value=chosen,
+        **_looks(name, ""),
+    )
 
 
 def switch(name: str, *, value: bool = False) -> Checkbox:

@@ -53,6 +53,21 @@ BROKEN = [
         "switch it off.",
     ),
     (
+        {"mtp_final_scale": -1.0},
+        "mtp_final_scale must not be negative; got -1.0. Set mtp_final_scale=0 to "
+        "switch it off.",
+    ),
+    (
+        {"constant_fraction": 0.7, "cosine_fraction": 0.4, "final_fraction": 0.0},
+        "constant_fraction, cosine_fraction and final_fraction share the steps and "
+        "must sum to at most 1; got 1.1. Lower one of them by 0.1.",
+    ),
+    (
+        {"min_lr": 1e-4, "final_lr": 1e-3},
+        "final_lr must be above 0 and at most min_lr; got 0.001 and 0.0001. Set "
+        "final_lr=None to keep min_lr.",
+    ),
+    (
         {"lr": 1e-4, "min_lr": 1e-3},
         "min_lr must be at most lr; got 0.001 and 0.0001. Set min_lr=1e-05.",
     ),
@@ -72,6 +87,27 @@ def test_deepseek_v3_sees_62_9_million_tokens_a_step():
     v3 = TrainConfig(global_batch=15_360, micro_batch=1, seq_len=4096)
 
     assert v3.tokens_per_step == 62_914_560
+
+
+@given(constant=st.integers(1, 98), data=st.data())
+def test_decimal_fractions_that_sum_to_one_are_accepted(constant, data):
+    # As binary fractions some of these sum to a little more than 1.
+    cosine = data.draw(st.integers(1, 99 - constant))
+    final = 100 - constant - cosine
+    TrainConfig(
+        constant_fraction=constant / 100,
+        cosine_fraction=cosine / 100,
+        final_fraction=final / 100,
+    )
+
+
+def test_the_phases_of_deepseek_v3_are_the_default_ones():
+    phases = TrainConfig()
+
+    assert round(10 / 14.8, 3) == phases.constant_fraction
+    assert round(4.3 / 14.8, 2) == phases.cosine_fraction
+    assert round(0.167 / 14.8, 3) == phases.final_fraction
+    assert round(0.5 / 14.8, 3) == phases.bias_freeze_fraction
 
 
 @given(micro=st.integers(1, 64), n=st.integers(1, 64), seq_len=st.integers(1, 8192))

@@ -23,11 +23,14 @@ SUITABLE := import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))
 
 .PHONY: lab test bench notebooks clean setup
 
+# A Python that can make an environment is preferred to a newer one that cannot.
 setup:
-	@for python in $(CANDIDATES); do \
-	  if "$$python" -c '$(SUITABLE)' 2>/dev/null; then \
-	    exec "$$python" .ci/setup.py --torch-index "$(TORCH_INDEX)"; \
-	  fi; \
+	@for needs in "import ensurepip, venv" "pass"; do \
+	  for python in $(CANDIDATES); do \
+	    if "$$python" -c "$$needs; $(SUITABLE)" 2>/dev/null; then \
+	      exec "$$python" .ci/setup.py --torch-index "$(TORCH_INDEX)"; \
+	    fi; \
+	  done; \
 	done; \
 	echo "labkit needs Python 3.11, 3.12 or 3.13, and found none of: $(CANDIDATES)." \
 	  "Install one, or name it: make lab PYTHON=/path/to/python3.12" >&2; exit 1

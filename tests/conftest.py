@@ -35,6 +35,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "JUPYTER_CONFIG_DIR": scratch / "jupyter",
         "JUPYTER_DATA_DIR": scratch / "jupyter" / "data",
         "JUPYTER_RUNTIME_DIR": scratch / "jupyter" / "runtime",
+        "XDG_CONFIG_HOME": scratch / "config",
         "MPLCONFIGDIR": BUILD / "matplotlib",
         # Kept between runs, because compiling takes longer than the tests themselves.
         "TORCHINDUCTOR_CACHE_DIR": BUILD / "inductor",

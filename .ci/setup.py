@@ -131,14 +131,16 @@ def install(torch_index: str) -> None:
     requirements = project["project"]["dependencies"]
     torch = next(line for line in requirements if line.startswith("torch=="))
     pip(torch, *(["--extra-index-url", torch_index] if torch_index else []))
-    pip("--editable", ".[test]")
+    print("set-up: about a hundred small packages follow, in a minute or two")
+    pip("--editable", ".[test]", is_quiet=True)
 
 
-def pip(*arguments: str) -> None:
+def pip(*arguments: str, is_quiet: bool = False) -> None:
     """Run `pip install`, and end with one line that says why if it fails."""
     print("set-up: pip install", *arguments, flush=True)
     LOG.unlink(missing_ok=True)
-    command = [PYTHON, "-m", "pip", "--log", LOG, "install", *arguments]
+    volume = ["--quiet"] if is_quiet else []
+    command = [PYTHON, "-m", "pip", *volume, "--log", LOG, "install", *arguments]
     if subprocess.run(command, cwd=ROOT).returncode == 0:
         LOG.unlink(missing_ok=True)  # tens of megabytes
         return

@@ -32,7 +32,7 @@ def setup(monkeypatch):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     module.calls = []
-    monkeypatch.setattr(module, "pip", lambda *call: module.calls.append(call))
+    monkeypatch.setattr(module, "pip", lambda *call, **_: module.calls.append(call))
     return module
 
 

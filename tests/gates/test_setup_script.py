@@ -33,7 +33,7 @@ def installed(setup, monkeypatch):
     """The same after a set-up whose packages came at once; `setup.runs` counts."""
     setup.runs = []
     monkeypatch.setattr(setup, "make_environment", lambda: make_empty(setup))
-    monkeypatch.setattr(setup, "pip", lambda *call: setup.runs.append(call))
+    monkeypatch.setattr(setup, "pip", lambda *call, **_: setup.runs.append(call))
     setup.main()
     setup.runs.clear()
     return setup
@@ -74,7 +74,7 @@ def test_an_installation_that_did_not_finish_leaves_no_stamp(
 ):
     installed.STAMP.unlink()
 
-    def break_off(*call):
+    def break_off(*call, **_):
         raise end
 
     monkeypatch.setattr(installed, "pip", break_off)

@@ -223,6 +223,17 @@ class Driver:
             argument,
         )
 
+    def stored_figures(self):
+        """Return the alt texts of the figures that are on the page and have loaded."""
+        return self.page.evaluate(
+            """async () => {
+                const found = [...document.querySelectorAll('.jp-Notebook figure img')];
+                await Promise.all(found.map(image => image.decode()));
+                return found.filter(image => image.naturalWidth > 0)
+                    .map(image => image.alt);
+            }"""
+        )
+
     def start_all(self):
         """Start Run All and return at once."""
         self.page.evaluate(
@@ -290,10 +301,11 @@ class Driver:
         ARTIFACTS.mkdir(parents=True, exist_ok=True)
         path = ARTIFACTS / f"{self.name}{part}.png"
         if of is None:
-            height = self.panel.locator(".jp-WindowedPanel-outer").evaluate(
-                "node => node.scrollHeight"
+            height = self.panel.locator(".jp-Notebook").evaluate(
+                """node => [...node.querySelectorAll('.jp-Cell')].reduce(
+                    (sum, cell) => sum + cell.getBoundingClientRect().height, 0)"""
             )
-            self.page.set_viewport_size({"width": 1280, "height": height + 200})
+            self.page.set_viewport_size({"width": 1280, "height": int(height) + 200})
         self.page.wait_for_timeout(300)  # images decode after they are inserted
         (of or self.page).screenshot(path=path)
         self.page.set_viewport_size(VIEWPORT)

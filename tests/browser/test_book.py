@@ -10,6 +10,9 @@ from labkit.workbook.runner import list_notebooks
 @pytest.mark.parametrize("path", list_notebooks(), ids=lambda path: path.stem)
 def test_a_notebook_runs_and_its_parts_answer(path, open_notebook):
     lab = open_notebook(path)
+    alt_texts = lab.stored_figures()
+    assert alt_texts
+    assert all(alt_texts)
     lab.run_all()
 
     cells = lab.cells()

@@ -8,6 +8,7 @@ from nbformat.v4 import new_code_cell, new_notebook
 from playwright.sync_api import expect
 
 from labkit.workbook.normalise import METADATA
+from labkit.workbook.runner import execute, save
 
 SETUP = """import time
 from pathlib import Path
@@ -71,11 +72,15 @@ def notebook_of(path, *sources):
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory):
     path = tmp_path_factory.mktemp("parts") / "parts.ipynb"
-    return notebook_of(path, SETUP, GUESS, REVEAL, EXPLORE, EXERCISE, EXPERIMENT)
+    notebook_of(path, SETUP, GUESS, REVEAL, EXPLORE, EXERCISE, EXPERIMENT)
+    save(execute(path))
+    return path
 
 
 def test_guess_explore_check_and_experiment_answer(parts, open_notebook):
     lab = open_notebook(parts)
+    assert lab.stored_figures() == ["MLA: 960 values, 1024 tokens, causal False"]
+    lab.screenshot("-stored")
     lab.run_all()
     assert [error for _, error in lab.cells()] == [""] * 6
     lab.screenshot("-start")

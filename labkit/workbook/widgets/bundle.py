@@ -11,9 +11,10 @@ from typing import Any
 from ipywidgets import HTML, ValueWidget, VBox
 from matplotlib.figure import Figure
 
-from labkit.workbook.display import Shown, show
+from labkit.workbook.display import Shown, line_html, show
 from labkit.workbook.figures.export import LIVE_SCALE, figure_html, image_html, png
 from labkit.workbook.figures.style import WIDTH
+from labkit.workbook.widgets.controls import row
 
 STATIC_NOTE = "Static view: run the cell to move the controls."
 
@@ -53,7 +54,8 @@ def explore(
     view.update(fig, text)
     for control in controls.values():
         control.observe(redraw, "value")
-    box = VBox([*controls.values(), view.status, view.image])
+    note = HTML(line_html(caption))
+    box = VBox([*map(row, controls.values()), view.status, view.image, note])
     box.add_class("labkit-explore")
     page = figure_html(fig, alt=text, caption=f"{caption} {STATIC_NOTE}")
     show(Shown(text=text, html=page, live=box))

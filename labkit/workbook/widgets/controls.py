@@ -6,9 +6,20 @@ figure is drawn once per move.
 
 from collections.abc import Sequence
 
-from ipywidgets import Checkbox, IntSlider, Layout, RadioButtons, SelectionSlider
+from ipywidgets import (
+    Checkbox,
+    HBox,
+    IntSlider,
+    Label,
+    Layout,
+    RadioButtons,
+    SelectionSlider,
+    ValueWidget,
+    Widget,
+)
 
 WIDE = "640px"
+NAME_WIDTH = "240px"
 
 
 def _label(name: str, unit: str) -> str:
@@ -20,7 +31,7 @@ def _looks(name: str, unit: str) -> dict[str, object]:
     return {
         "description": _label(name, unit),
         "tooltip": _label(name, unit),
-        "style": {"description_width": "240px"},
+        "style": {"description_width": NAME_WIDTH},
         "layout": Layout(width=WIDE, max_width="100%"),
     }
 
@@ -62,11 +73,19 @@ def choice(
     change it; these are reached by Tab and chosen by Space.
     """
     chosen = options[0] if value is None else value
-    return RadioButtons(
-        options=list(options),
-        value=chosen,
-        **_looks(name, ""),
-    )
+    looks = _looks(name, "") | {"description": "", "layout": Layout(width="auto")}
+    return RadioButtons(options=list(options), value=chosen, **looks)
+
+
+def row(control: ValueWidget) -> Widget:
+    """Return a control as it stands on the page, its name to the left.
+
+    Radio buttons would put theirs above, out of line with the others.
+    """
+    if not isinstance(control, RadioButtons):
+        return control
+    looks = Layout(width=NAME_WIDTH, justify_content="flex-end", margin="0 8px 0 0")
+    return HBox([Label(control.tooltip or "", layout=looks), control])
 
 
 def switch(name: str, *, value: bool = False) -> Checkbox:

@@ -5,11 +5,12 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ipywidgets import Button, FloatProgress, HBox, ValueWidget, VBox
+from ipywidgets import HTML, Button, FloatProgress, HBox, ValueWidget, VBox
 from matplotlib.figure import Figure
 
 from labkit.workbook.display import Shown, line_html, show
 from labkit.workbook.widgets.bundle import View
+from labkit.workbook.widgets.controls import row
 
 MIN_SECONDS = 0.5
 """Least time between two drawings while work goes on."""
@@ -55,6 +56,7 @@ def experiment(
         **controls: from `controls`, by the name of the argument they set.
     """
     bench = Bench(work, draw, describe, controls)
+    bench.box.children = (HTML(line_html(caption)), *bench.box.children)
     text = f"Experiment: {caption}"
     page = line_html(f"{text} Run the cell to start it.", tone="quiet")
     show(Shown(text=text, html=page, live=bench.box))
@@ -82,7 +84,12 @@ class Bench:
         self.run_button.on_click(lambda _: self.start())
         self.stop_button.on_click(lambda _: self.stop())
         buttons = HBox([self.run_button, self.stop_button, self.progress])
-        rows = [*controls.values(), buttons, self.view.status, self.view.image]
+        rows = [
+            *map(row, controls.values()),
+            buttons,
+            self.view.status,
+            self.view.image,
+        ]
         self.box = VBox(rows)
         self.box.add_class("labkit-experiment")
         self.view.say("Not run yet.")

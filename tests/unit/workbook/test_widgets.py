@@ -28,7 +28,7 @@ def shown(monkeypatch):
     rank = widgets.slider("latent rank", (64, 1024), value=512, step=64, unit="values")
     widgets.explore(draw, describe, caption="What a token keeps.", rank=rank)
     (output,) = outputs
-    status, image = (box for box in output.live.children if isinstance(box, HTML))
+    status, image, _ = (box for box in output.live.children if isinstance(box, HTML))
     return rank, status, image, output
 
 

@@ -62,11 +62,8 @@ def open_archive(folder: Path) -> Iterator[Archive]:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    index = folder / INDEX
-    if index.is_file():
-        files = set(
-            json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-        )
+    if (folder / INDEX).is_file():
+        files = _indexed_files(folder / INDEX)
         if absent := sorted(name for name in files if not (folder / name).is_file()):
             raise ValueError(
                 f"{folder} must hold every file that {INDEX} names; "
@@ -86,6 +83,16 @@ def _weight_files(folder: Path) -> list[Path]:
         f"{folder} must hold {SINGLE}, or {INDEX} and the files it names; it has "
         "neither. Download the weights, or save them again if saving was interrupted."
     )
+
+
+def _indexed_files(index: Path) -> set[str]:
+    try:
+        return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (json.JSONDecodeError, KeyError) as error:
+        raise ValueError(
+            f"{index} must be JSON with a weight_map from tensors to files; it is not "
+            f"({error!r}). Download it again."
+        ) from error
 
 
 def named(names: Iterable[str], *, limit: int = 20) -> str:

@@ -121,6 +121,6 @@ def is_beyond(name: str, n_layers: int) -> bool:
     >>> is_beyond("model.layers.61.eh_proj.weight", 61), is_beyond("lm_head.weight", 61)
     (True, False)
     """
-    words = name.split(".")
-    is_layer = words[:2] == ["model", "layers"] and words[2].isdecimal()
-    return is_layer and int(words[2]) >= n_layers
+    prefix, _, rest = name.partition("model.layers.")
+    number = rest.partition(".")[0]
+    return not prefix and number.isdecimal() and int(number) >= n_layers

@@ -213,3 +213,12 @@ def test_a_truncated_file_is_named(tmp_path):
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(ValueError, match=f"{path} must be a whole safetensors file"):
         load_hf(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["{", "{}"])
+def test_a_damaged_index_is_named(tmp_path, text):
+    save_hf(model_of(1), tmp_path, max_shard_bytes=1500)
+    path = tmp_path / "model.safetensors.index.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=f"{path} must be JSON with a weight_map"):
+        load_hf(tmp_path)

@@ -1,6 +1,7 @@
 """FP8 blocks: against values worked out by hand, and E4M3 decoded bit by bit."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from labkit.config import MLAConfig, ModelConfig, MoEConfig, MTPConfig
+from labkit.config import PRESETS, MLAConfig, ModelConfig, MoEConfig, MTPConfig
 from labkit.model import Transformer, load_hf, save_hf
 from labkit.model.checkpoint_fp8 import (
     dequantize_into,
@@ -16,6 +17,7 @@ from labkit.model.checkpoint_fp8 import (
     quantize_blocks,
     scale_shape,
 )
+from labkit.model.checkpoint_names import places, shared_copies
 
 # Wide enough that every kind of matrix has more than one block, and a tail.
 CONFIG = ModelConfig(
@@ -154,6 +156,23 @@ def test_scales_have_one_value_per_block_tails_included(tmp_path):
     assert stored[f"{layer}mlp.gate_proj.weight_scale_inv"].shape == (3, 2)
     assert stored[f"{layer}self_attn.kv_b_proj.weight_scale_inv"].shape == (3, 2)
     assert scale_shape((128, 129)) == (1, 2)
+
+
+def test_the_v3_checkpoint_has_its_published_size():
+    model = Transformer(PRESETS["v3-671b"], device="meta")
+    weights, found = model.state_dict(), places(model)
+    found |= {copy: found[name] for copy, name in shared_copies(model.cfg).items()}
+    n_values = n_bytes = 0
+    for name, place in found.items():
+        shape = place.within(weights).shape
+        width = 4 if name.endswith("e_score_correction_bias") else 2
+        if is_quantized(name, shape):
+            width, n_scales = 1, math.prod(scale_shape(shape))
+            n_values, n_bytes = n_values + n_scales, n_bytes + 4 * n_scales
+        n_values += math.prod(shape)
+        n_bytes += width * math.prod(shape)
+    assert n_values == 684_531_386_000  # as its page on the Hugging Face Hub counts
+    assert round(n_bytes / 2**30, 2) == 641.29
 
 
 def test_config_json_announces_fp8_as_deepseek_does(tmp_path):

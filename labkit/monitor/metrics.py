@@ -198,3 +198,4 @@ def _write_scalars(writer: Any, metrics: StepMetrics) -> None:  # noqa: ANN401
             writer.add_scalar(field.name, value, metrics.step)
     for router, load in enumerate(metrics.expert_load):
         writer.add_scalar(f"expert_load/{router}", load, metrics.step)
+    writer.flush()  # else a killed run loses its last minutes

@@ -117,9 +117,13 @@ def test_tensorboard_gets_every_number_of_a_record(monkeypatch):
         def add_scalar(self, name: str, value: float, step: int) -> None:
             self.scalars[name, step] = value
 
+        def flush(self) -> None:
+            self.is_flushed = True
+
     writer = Writer()
     monkeypatch.setattr(metrics, "_tensorboard_writer", lambda path: writer)
     write(Monitor(tensorboard=True), 7)
+    assert writer.is_flushed
     assert writer.scalars["loss", 7] == 2.5
     assert writer.scalars["expert_load/1", 7] == 1.25
     assert ("mfu", 7) not in writer.scalars

@@ -101,7 +101,7 @@ def process_group() -> Iterator[Ranks]:
         return
     backend = "gloo"
     if torch.cuda.is_available():
-        backend = "nccl"
+        backend = "cpu:gloo,cuda:nccl"  # flags and counts travel from the CPU
         torch.cuda.set_device(dist.get_node_local_rank())
     dist.init_process_group(backend, timeout=PATIENCE)
     try:

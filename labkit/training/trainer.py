@@ -266,6 +266,7 @@ class Trainer:
         self._check_run(n_steps, save_every)
         is_hidden = not (progress and self.ranks.is_first)
         records: list[StepMetrics] = []
+        saved_at = None
         bar = tqdm(total=n_steps, unit="step", disable=is_hidden)
         with bar, held_interrupt() as is_interrupted:
             while len(records) < n_steps and not self.ranks.any(is_interrupted()):
@@ -274,7 +275,8 @@ class Trainer:
                 bar.update()
                 if save_every and self.n_steps_done % save_every == 0:
                     self.save()
-            if self.run_dir is not None:
+                    saved_at = self.n_steps_done
+            if self.run_dir is not None and saved_at != self.n_steps_done:
                 self.save()
         return records
 

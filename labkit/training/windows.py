@@ -12,10 +12,8 @@ import torch
 from jaxtyping import Int, UInt8
 from torch import Tensor
 
+from labkit.model.transformer import IGNORED
 from labkit.training.ranks import Ranks
-
-IGNORED = -100
-"""Target that takes no part in the loss, as in `torch.nn.functional.cross_entropy`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,9 @@
 import pytest
 import torch
 
+from labkit.model.transformer import IGNORED
 from labkit.training.accumulation import LossScale, accumulate
-from labkit.training.windows import IGNORED, Batch
+from labkit.training.windows import Batch
 
 
 @pytest.fixture

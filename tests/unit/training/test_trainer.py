@@ -212,6 +212,8 @@ def test_a_run_is_saved_every_so_often_and_at_its_end(
     monkeypatch.setattr(trainer, "save", note)
     trainer.run(5, progress=False, save_every=2)
     assert saved == [2, 4, 5]
+    trainer.run(3, progress=False, save_every=2)
+    assert saved == [2, 4, 5, 6, 8]  # the last of these was the end as well
 
 
 def test_bf16_changes_the_loss_by_its_rounding_only(make_model, train_config, corpus):

@@ -4,8 +4,9 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from labkit.model.transformer import IGNORED
 from labkit.training.ranks import Ranks
-from labkit.training.windows import IGNORED, Batch, BatchCursor, Windows
+from labkit.training.windows import Batch, BatchCursor, Windows
 
 
 def counting(n: int) -> np.ndarray:

@@ -24,8 +24,8 @@ BLOCK_BYTES = 2 << 20
 
 def attend(
     q: Float[Tensor, "b h s q"],
-    k: Float[Tensor, "b h t q"],
-    v: Float[Tensor, "b h t u"],
+    k: Float[Tensor, "b g t q"],
+    v: Float[Tensor, "b g t u"],
     *,
     scale: float,
     mask: Bool[Tensor, "b s t"] | None = None,
@@ -34,16 +34,28 @@ def attend(
 
     Args:
         q: queries; without a mask, as many as keys.
-        k: keys.
-        v: values.
+        k: keys; of fewer heads than the queries, each serves a run of those.
+        v: values, of as many heads as the keys.
         scale: factor on the products before the softmax.
         mask: True where a query sees a key; the same for all heads.
     """
+    if mask is not None and q.shape[2] == 1:
+        # Heads that share keys are rows of queries here: no key is read twice.
+        rows = q.squeeze(2).unflatten(1, (k.shape[1], -1))  # (b, g, r, q)
+        return _padded_sdpa(rows, k, v, scale, mask).flatten(1, 2).unsqueeze(2)
+    k, v = (_per_query_head(x, q.shape[1]) for x in (k, v))
     if mask is None and q.device.type == "cpu":
         heads = q.shape[:2]
         out = _BlockwiseCausal.apply(*(x.flatten(0, 1) for x in (q, k, v)), scale)
         return out.unflatten(0, heads)
     return _padded_sdpa(q, k, v, scale, mask)
+
+
+def _per_query_head(
+    x: Float[Tensor, "b g t c"], n_heads: int
+) -> Float[Tensor, "b h t c"]:
+    group = n_heads // x.shape[1]
+    return x if group == 1 else x.repeat_interleave(group, dim=1)
 
 
 def _padded_sdpa(
@@ -53,18 +65,22 @@ def _padded_sdpa(
 
     Zero columns change neither a product of query and key nor the columns kept.
     """
-    width, v_width = q.shape[-1], v.shape[-1]
-    widest = max(width, v_width)
-    q, k = F.pad(q, (0, widest - width)), F.pad(k, (0, widest - width))
+    v_width = v.shape[-1]
+    widest = max(q.shape[-1], v_width)
     out = F.scaled_dot_product_attention(
-        q,
-        k,
-        F.pad(v, (0, widest - v_width)),
+        _pad(q, widest),
+        _pad(k, widest),
+        _pad(v, widest),
         attn_mask=None if mask is None else mask.unsqueeze(1),
         is_causal=mask is None,
         scale=scale,
     )
     return out[..., :v_width]
+
+
+def _pad(x: Float[Tensor, "b g t c"], width: int) -> Float[Tensor, "b g t w"]:
+    # `F.pad` copies also where there is nothing to add: all of a cache at each token.
+    return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
 
 
 class _Block(NamedTuple):

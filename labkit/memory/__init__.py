@@ -1,0 +1,6 @@
+"""Where the bytes are: what operators allocate, and what an allocator makes of it."""
+
+from labkit.memory.allocations import AllocationCount, Event
+from labkit.memory.heap import first_fit_bytes
+
+__all__ = ["AllocationCount", "Event", "first_fit_bytes"]

@@ -1,0 +1,64 @@
+"""Counting what operators allocate: by hand, on two devices, through a backward."""
+
+import pytest
+import torch
+from torch import nn
+
+from labkit.memory import AllocationCount, Event
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_each_new_storage_counts_with_its_bytes_and_its_end(device):
+    with AllocationCount() as count:
+        first = torch.zeros(100, device=device)
+        second = first + 1
+        del first
+        third = second.double()
+
+    assert count.events == [
+        Event(1, 400),
+        Event(2, 400),
+        Event(1, -400),
+        Event(3, 800),
+    ]
+    assert (count.n_allocations, count.total_bytes) == (3, 1600)
+    assert (count.live_bytes, count.peak_bytes) == (1200, 1200)
+    del second, third
+    assert count.live_bytes == 0
+
+
+def test_views_and_writes_in_place_allocate_nothing():
+    rows = torch.zeros(4, 4)
+    with AllocationCount() as count:
+        rows[1] = 2.0
+        rows.view(2, 8).transpose(0, 1).add_(1)
+        rows[:, :2].copy_(rows[:, 2:])
+
+    assert count.events == []
+
+
+def test_what_was_there_before_does_not_count_when_it_ends():
+    rows = torch.zeros(4)
+    with AllocationCount() as count:
+        view = rows[1:]
+        del rows, view
+
+    assert (count.events, count.live_bytes) == ([], 0)
+
+
+def test_after_a_backward_pass_the_gradients_are_all_that_is_left():
+    layer = nn.Linear(8, 4)
+    with AllocationCount() as count:
+        layer(torch.randn(16, 8)).square().sum().backward()
+
+    assert count.live_bytes == sum(p.grad.nbytes for p in layer.parameters())
+    assert count.peak_bytes > count.live_bytes
+
+
+def test_its_repr_says_what_it_saw():
+    with AllocationCount() as count:
+        torch.zeros(3)
+
+    assert repr(count) == (
+        "AllocationCount(n_allocations=1, total_bytes=12, live_bytes=0, peak_bytes=12)"
+    )

@@ -1,5 +1,6 @@
-"""Exercises of notebook 00: units, FLOPs, and which of two limits a step meets."""
+"""Exercises of notebook 00: units, intensity, and which of two limits a step meets."""
 
+from labkit.hardware.gemm import Gemm
 from labkit.workbook.exercises.spec import Case, Exercise, Misconception
 
 
@@ -8,14 +9,25 @@ def gibibytes(n_bytes: int) -> float:
     return n_bytes / 2**30
 
 
-def matmul_flops(m: int, k: int, n: int) -> int:
-    """Return FLOPs of an (m, k) by (k, n) product: one multiply, one add each."""
-    return 2 * m * k * n
+def intensity(m: int, k: int, n: int, itemsize: int) -> float:
+    """Return FLOPs per byte: read two factors, write one result."""
+    return 2 * m * k * n / (itemsize * (m * k + k * n + m * n))
 
 
 def limit(flops: float, n_bytes: float, peak_flops: float, bandwidth: float) -> str:
     """Return what a step waits for: its arithmetic or its bytes."""
     return "compute" if flops / peak_flops > n_bytes / bandwidth else "memory"
+
+
+def mfu(tokens_per_second: float, n_active_params: int, peak_flops: float) -> float:
+    """Return the share of the peak that training reaches; attention is left out."""
+    flops_per_token = 2 * n_active_params + 4 * n_active_params
+    return tokens_per_second * flops_per_token / peak_flops
+
+
+def intensity_in_expert(rows: int) -> float:
+    """Return FLOPs per byte of a product with an expert's weights, in BF16."""
+    return Gemm(m=rows, k=7168, n=2048).intensity
 
 
 EXERCISES = (
@@ -48,43 +60,54 @@ EXERCISES = (
         solution=gibibytes,
     ),
     Exercise(
-        name="matmul_flops",
+        name="gemm_intensity",
         kind="write",
-        title="What a matrix product costs",
-        difficulty=1,
-        minutes=3,
-        task="Write `matmul_flops(m, k, n)`: the FLOPs of multiplying an `(m, k)` "
-        "matrix by a `(k, n)` matrix. A multiplication and an addition count one each.",
-        stub="def matmul_flops(m, k, n):\n    ...",
+        title="Work for each byte",
+        difficulty=2,
+        minutes=5,
+        task="Write `intensity(m, k, n, itemsize)`: the FLOPs per byte of an `(m, k)` "
+        "by `(k, n)` product. A multiplication and an addition count one each. Both "
+        "factors are read once, the result is written once, and every element has "
+        "`itemsize` bytes.",
+        stub="def intensity(m, k, n, itemsize):\n    ...",
         cases=(
-            Case(given="m=1, k=1, n=1", args=(1, 1, 1), expected=2),
-            Case(given="m=2, k=3, n=4", args=(2, 3, 4), expected=48),
+            Case(given="m=2, k=4, n=8, 1 byte", args=(2, 4, 8, 1), expected=2.2857143),
             Case(
-                given="m=4096, k=7168, n=2048",
-                args=(4096, 7168, 2048),
-                expected=120_259_084_288,
+                given="m=1, k=10, n=10, 4 bytes",
+                args=(1, 10, 10, 4),
+                expected=0.41666667,
+            ),
+            Case(
+                given="m=3000, k=3000, n=3000, 2 bytes",
+                args=(3000, 3000, 3000, 2),
+                expected=1000.0,
             ),
         ),
         misconceptions=(
             Misconception(
-                lambda m, k, n: m * k * n,
+                lambda m, k, n, itemsize: 2 * m * k * n / (itemsize * k * n),
+                "that moves the right factor only: the left one is read and the "
+                "result written too",
+            ),
+            Misconception(
+                lambda m, k, n, itemsize: 2 * m * k * n / (m * k + k * n + m * n),
+                "that is FLOPs per element: an element has `itemsize` bytes",
+            ),
+            Misconception(
+                lambda m, k, n, itemsize: (
+                    m * k * n / (itemsize * (m * k + k * n + m * n))
+                ),
                 "that counts multiply-adds: each is two operations",
-            ),
-            Misconception(
-                lambda m, k, n: 2 * m * n,
-                "each of the m·n results is a sum of k products",
-            ),
-            Misconception(
-                lambda m, k, n: m * n * (2 * k - 1),
-                "exact, but the first addition is counted too by convention",
             ),
         ),
         hints=(
-            "How many numbers does the result have, and how many products does each "
-            "of them sum?",
-            "m·n results, k products and k additions each.",
+            "The result has m·n numbers, and each of them sums k products: how many "
+            "operations is that?",
+            "`2 * m * k * n` FLOPs; `m * k`, `k * n` and `m * n` elements move.",
         ),
-        solution=matmul_flops,
+        solution=intensity,
+        because="a square product of size s reaches s/3 in BF16, a single row never "
+        "more than 1.",
     ),
     Exercise(
         name="roofline_limit",
@@ -134,6 +157,104 @@ EXERCISES = (
         ),
         solution=limit,
         because="the two overlap, so the longer one hides the shorter.",
+    ),
+    Exercise(
+        name="enough_rows",
+        kind="target",
+        title="Fill the machine",
+        difficulty=2,
+        minutes=6,
+        task="An expert of DeepSeek-V3 multiplies its `rows` tokens, `(rows, 7168)`, "
+        "by a `(7168, 2048)` weight in BF16. An H800 does 990 TFLOP/s and moves 3.35 "
+        "TB/s. Set `rows` to the fewest tokens that make this product compute-bound.",
+        stub="rows = None",
+        cases=(
+            Case(
+                given="the intensity",
+                measure=intensity_in_expert,
+                at_least=295.53,
+                unit="FLOP per byte",
+            ),
+            Case(
+                given="the number of tokens",
+                measure=lambda rows: rows,
+                at_most=363,
+                unit="tokens",
+            ),
+        ),
+        misconceptions=(
+            Misconception(
+                296,
+                "that is the ridge; input and result move as well, and cost intensity",
+            ),
+            Misconception(
+                148,
+                "at two FLOPs per weight of two bytes, a token brings 1 FLOP per byte",
+            ),
+            Misconception(512, "a power of two, and more than it takes"),
+        ),
+        hints=(
+            "The ridge is at 990 / 3.35 FLOP per byte. How much intensity does one "
+            "more token bring?",
+            "In BF16, 1/intensity = 1/rows + 1/7168 + 1/2048. Solve for rows, or try "
+            "values in the explorer above.",
+        ),
+        solution=363,
+        because="a layer sends 8 of 256 experts to each token, so this takes about "
+        "11,600 tokens at once: why decoding small batches is slow.",
+    ),
+    Exercise(
+        name="mfu_of_a_run",
+        kind="fix",
+        title="Half a machine is missing",
+        difficulty=2,
+        minutes=4,
+        task="`mfu` should return the share of `peak_flops` that a *training* run "
+        "reaches. The run is fine, yet the number comes out far too low. Find what is "
+        "not counted. (The products of queries with keys are left out on purpose.)",
+        stub="def mfu(tokens_per_second, n_active_params, peak_flops):\n"
+        "    flops_per_token = 2 * n_active_params\n"
+        "    return tokens_per_second * flops_per_token / peak_flops",
+        cases=(
+            Case(
+                given="1,000 tokens/s, 1 million parameters, a peak of 20 GFLOP/s",
+                args=(1000.0, 1_000_000, 20e9),
+                expected=0.3,
+            ),
+            Case(
+                given="2 tokens/s, 5 parameters, a peak of 60 FLOP/s",
+                args=(2.0, 5, 60.0),
+                expected=1.0,
+            ),
+        ),
+        misconceptions=(
+            Misconception(
+                lambda tokens_per_second, n_active_params, peak_flops: (
+                    tokens_per_second * 4 * n_active_params / peak_flops
+                ),
+                "backward alone is 4 per parameter; forward comes on top",
+            ),
+            Misconception(
+                lambda tokens_per_second, n_active_params, peak_flops: (
+                    tokens_per_second * 8 * n_active_params / peak_flops
+                ),
+                "8 counts a second forward pass: that is recomputation, which MFU "
+                "leaves out",
+            ),
+            Misconception(
+                lambda tokens_per_second, n_active_params, peak_flops: (
+                    100 * tokens_per_second * 6 * n_active_params / peak_flops
+                ),
+                "that is per cent: MFU is a share, 1 at the peak",
+            ),
+        ),
+        hints=(
+            "Two FLOPs per parameter are a forward pass. What else does a step do?",
+            "Each forward product has two in the backward pass: one for the gradient "
+            "of its input, one for that of its weights.",
+        ),
+        solution=mfu,
+        because="6 FLOPs per active parameter and token: 2 forward, 4 backward.",
     ),
     Exercise(
         name="read_the_weights",

@@ -9,11 +9,13 @@ attends over the latents as they lie in the cache. Both are the same function.
 from typing import Protocol, runtime_checkable
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Complex, Float
 from torch import Tensor, nn
 
 from labkit.config import GQAConfig, MLAConfig, ModelConfig
 from labkit.model.attention_core import attend
+from labkit.model.linear import Linear
 from labkit.model.norm import RMSNorm, compute_dtype
 from labkit.model.rope import rotate
 
@@ -43,16 +45,16 @@ class MLA(nn.Module):
         self.softmax_scale = cfg.softmax_scale
         query_width = mla.n_heads * mla.qk_head_dim
         if mla.q_lora_rank is None:
-            self.wq = nn.Linear(cfg.dim, query_width, bias=False)
+            self.wq = Linear(cfg.dim, query_width)
         else:
-            self.wq_a = nn.Linear(cfg.dim, mla.q_lora_rank, bias=False)
+            self.wq_a = Linear(cfg.dim, mla.q_lora_rank)
             self.q_norm = RMSNorm(mla.q_lora_rank, eps=cfg.norm_eps)
-            self.wq_b = nn.Linear(mla.q_lora_rank, query_width, bias=False)
-        self.wkv_a = nn.Linear(cfg.dim, mla.cache_width, bias=False)
+            self.wq_b = Linear(mla.q_lora_rank, query_width)
+        self.wkv_a = Linear(cfg.dim, mla.cache_width)
         self.kv_norm = RMSNorm(mla.kv_lora_rank, eps=cfg.norm_eps)
         up_width = mla.n_heads * (mla.qk_nope_head_dim + mla.v_head_dim)
-        self.wkv_b = nn.Linear(mla.kv_lora_rank, up_width, bias=False)
-        self.wo = nn.Linear(mla.n_heads * mla.v_head_dim, cfg.dim, bias=False)
+        self.wkv_b = Linear(mla.kv_lora_rank, up_width)
+        self.wo = Linear(mla.n_heads * mla.v_head_dim, cfg.dim)
 
     def forward(
         self,
@@ -66,14 +68,18 @@ class MLA(nn.Module):
             out = self.expanded(q_nope, q_pe, latent, k_pe)
             return self.wo(out.flatten(-2))
         entries = cache.extend(torch.cat((latent, k_pe), dim=-1)).type_as(latent)
-        if absorbed_flops(self.mla, x.shape[1], entries.shape[1]) <= expanded_flops(
-            self.mla, x.shape[1], entries.shape[1]
-        ):
+        if self._is_absorbed(x.shape[1], entries.shape[1]):
             out = self.absorbed(q_nope, q_pe, entries, cache.mask)
         else:
             latent, k_pe = self._split_entries(entries)
             out = self.expanded(q_nope, q_pe, latent, k_pe, cache.mask)
         return self.wo(out.flatten(-2))
+
+    def _is_absorbed(self, n_queries: int, n_keys: int) -> bool:
+        # A single query sees all keys without a mask only in the absorbed form.
+        return n_queries == 1 or absorbed_flops(
+            self.mla, n_queries, n_keys
+        ) <= expanded_flops(self.mla, n_queries, n_keys)
 
     def queries(
         self, x: Float[Tensor, "b s d"], turns: Complex[Tensor, "*b s r"]
@@ -132,14 +138,17 @@ class MLA(nn.Module):
         q_latent = torch.bmm(q_nope.flatten(0, 1).transpose(0, 1), up_k)  # (h, bs, c)
         q_latent = q_latent.transpose(0, 1).unflatten(0, (batch, seq_len))
         q = torch.cat((q_latent, q_pe), dim=-1).flatten(1, 2)  # (b, s·h, w)
-        scores = torch.bmm(q, entries.transpose(1, 2)) * self.softmax_scale
         if mask is None and seq_len > 1:
             mask = causal_mask(seq_len, entries.shape[1], device=q.device)
         if mask is not None:
-            hidden = ~mask.unsqueeze(2).expand(-1, -1, n_heads, -1).flatten(1, 2)
-            scores = scores.masked_fill(hidden, -torch.inf)
-        weights = scores.softmax(dim=-1, dtype=torch.float32).type_as(entries)
-        mixed = torch.bmm(weights, entries[..., : self.mla.kv_lora_rank])
+            mask = mask.unsqueeze(2).expand(-1, -1, n_heads, -1).flatten(1, 2)
+            mask = mask.unsqueeze(1)
+        # All heads share keys and values, so heads are rows of queries to the kernel.
+        shared = entries.unsqueeze(1)
+        mixed = F.scaled_dot_product_attention(
+            q.unsqueeze(1), shared, shared, attn_mask=mask, scale=self.softmax_scale
+        )
+        mixed = mixed.squeeze(1)[..., : self.mla.kv_lora_rank]
         mixed = mixed.unflatten(1, (seq_len, n_heads)).flatten(0, 1)  # (bs, h, c)
         out = torch.bmm(mixed.transpose(0, 1), up_v.transpose(1, 2))  # (h, bs, u)
         return out.transpose(0, 1).unflatten(0, (batch, seq_len))
@@ -160,10 +169,10 @@ class GQA(nn.Module):
         self.gqa = gqa
         self.softmax_scale = cfg.softmax_scale
         kv_width = gqa.n_kv_heads * gqa.head_dim
-        self.wq = nn.Linear(cfg.dim, gqa.n_heads * gqa.head_dim, bias=False)
-        self.wk = nn.Linear(cfg.dim, kv_width, bias=False)
-        self.wv = nn.Linear(cfg.dim, kv_width, bias=False)
-        self.wo = nn.Linear(gqa.n_heads * gqa.head_dim, cfg.dim, bias=False)
+        self.wq = Linear(cfg.dim, gqa.n_heads * gqa.head_dim)
+        self.wk = Linear(cfg.dim, kv_width)
+        self.wv = Linear(cfg.dim, kv_width)
+        self.wo = Linear(gqa.n_heads * gqa.head_dim, cfg.dim)
 
     def forward(
         self,
@@ -184,14 +193,9 @@ class GQA(nn.Module):
         if mask is None and x.shape[1] < k.shape[1]:
             mask = causal_mask(x.shape[1], k.shape[1], device=x.device)
             mask = mask.expand(len(x), -1, -1)
-        k, v = (self._per_query_head(part) for part in (k, v))
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
         out = attend(q, k, v, scale=self.softmax_scale, mask=mask)
         return self.wo(out.transpose(1, 2).flatten(-2))
-
-    def _per_query_head(self, x: Tensor) -> Tensor:
-        group = self.gqa.n_heads // self.gqa.n_kv_heads
-        return x if group == 1 else x.repeat_interleave(group, dim=-2)
 
 
 def causal_mask(

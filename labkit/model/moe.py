@@ -9,12 +9,12 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from labkit.config import MoEConfig
 from labkit.model.experts import Experts
+from labkit.model.linear import linear
 from labkit.model.mlp import MLP
 
 
@@ -57,7 +57,7 @@ class Router(nn.Module):
         moe = self.moe
         # Affinities in FP32: rounding in BF16 reorders near-ties between experts.
         with torch.autocast(x.device.type, enabled=False):
-            logits = F.linear(x.float(), self.weight.float())  # (n, e)
+            logits = linear(x.float(), self.weight.float())  # (n, e)
         is_sigmoid = moe.score_func == "sigmoid"
         affinity = logits.sigmoid() if is_sigmoid else logits.softmax(dim=-1)
         experts = self.choose(affinity.detach())

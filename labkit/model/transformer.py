@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from labkit.config import ModelConfig
 from labkit.model.attention import LayerCache, build_attention
 from labkit.model.cache import LatentCache
+from labkit.model.linear import Linear
 from labkit.model.mlp import MLP
 from labkit.model.moe import MoE, Router, Routing, balance_loss, expert_load
 from labkit.model.norm import RMSNorm
@@ -74,7 +75,7 @@ class MTPModule(nn.Module):
         super().__init__()
         self.enorm = RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.hnorm = RMSNorm(cfg.dim, eps=cfg.norm_eps)
-        self.eh_proj = nn.Linear(2 * cfg.dim, cfg.dim, bias=False)
+        self.eh_proj = Linear(2 * cfg.dim, cfg.dim)
         self.block = Block(cfg, is_dense=cfg.moe is None)
         self.norm = RMSNorm(cfg.dim, eps=cfg.norm_eps)
 
@@ -118,7 +119,7 @@ class Transformer(nn.Module):
                 Block(cfg, is_dense=i < cfg.n_dense_layers) for i in range(cfg.n_layers)
             )
             self.norm = RMSNorm(cfg.dim, eps=cfg.norm_eps)
-            self.head = nn.Linear(cfg.dim, cfg.vocab_size, bias=False)
+            self.head = Linear(cfg.dim, cfg.vocab_size)
             self.mtp = nn.ModuleList(MTPModule(cfg) for _ in range(cfg.n_mtp))
         for parameter in self.parameters():
             parameter.data = parameter.data.to(dtype or parameter.dtype)

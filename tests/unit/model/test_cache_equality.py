@@ -148,9 +148,8 @@ def test_absorbed_attention_equals_expanded(attention, n_queries, n_earlier):
     torch.testing.assert_close(
         mla.absorbed(q_nope, q_pe, entries, mask),
         mla.expanded(q_nope, q_pe, latent, k_pe, mask),
-        # The absorbed form takes its softmax in FP32, whatever the dtype.
-        rtol=1e-5,
-        atol=1e-6,
+        rtol=1e-12,
+        atol=1e-12,
     )
 
 

@@ -1,4 +1,4 @@
-"""Exercises of notebook 01: counting parameters, routing, and a sparse giant."""
+"""Exercises of notebook 01: counting, routing, predicting, and a sparse giant."""
 
 from dataclasses import replace
 
@@ -65,24 +65,33 @@ def _mla_always_compressed(attention: MLAConfig, dim: int) -> int:
     return _mla(attention, dim, change=query - plain)
 
 
+def mtp_pairs(tokens: list) -> tuple[list, list]:
+    """Return what the MTP module is given, and what it predicts, by position."""
+    return tokens[1:-1], tokens[2:]
+
+
 def _gap(cfg: ModelConfig) -> float:
     return cfg.n_params() / cfg.n_active_params()
 
 
+LITE = PRESETS["v2-lite-16b"]
+
 SPARSE = replace(
-    PRESETS["v2-lite-16b"],
-    n_layers=16,
+    LITE,
     moe=replace(
-        PRESETS["v2-lite-16b"].moe,
-        n_routed_experts=128,
-        n_activated_experts=2,
-        n_shared_experts=1,
-        moe_inter_dim=1024,
+        LITE.moe,
+        n_routed_experts=550,
+        n_activated_experts=1,
+        n_shared_experts=0,
+        moe_inter_dim=172,
     ),
-    inter_dim=4096,
-    vocab_size=32_768,
 )
-"""One answer to "sparse_giant": 13.2B parameters, of which 0.5B work on a token."""
+"""An answer to "sparse_giant": its routers cost as much as its active experts."""
+
+
+def _keeps_the_rest(cfg: ModelConfig) -> bool:
+    return replace(cfg, moe=LITE.moe) == LITE
+
 
 EXERCISES = (
     Exercise(
@@ -233,14 +242,71 @@ EXERCISES = (
         because="a bias in the weights would scale an expert to steer traffic.",
     ),
     Exercise(
+        name="mtp_pairs",
+        kind="fix",
+        title="One step short",
+        difficulty=2,
+        minutes=6,
+        task="At position i the MTP module combines the main model's state, which has "
+        "read token i, with one token that it is given, and predicts the next one. "
+        "`mtp_pairs(tokens)` returns what it is given and what it should predict, for "
+        "each position that has both. Its loss falls to almost nothing within "
+        "minutes. Find the bug.",
+        stub='''def mtp_pairs(tokens):
+    """(given, wanted): two lists with an entry for each position."""
+    given = tokens[2:]
+    wanted = tokens[2:]
+    return given, wanted''',
+        cases=(
+            Case(
+                given="tokens 10, 11, 12, 13, 14",
+                args=([10, 11, 12, 13, 14],),
+                expected=[[11, 12, 13], [12, 13, 14]],
+            ),
+            Case(
+                given="the letters of “tour”",
+                args=(["t", "o", "u", "r"],),
+                expected=[["o", "u"], ["u", "r"]],
+            ),
+            Case(
+                given="three tokens, the fewest that have a pair",
+                args=([5, 3, 1],),
+                expected=[[3], [1]],
+            ),
+        ),
+        misconceptions=(
+            Misconception(
+                lambda tokens: (tokens[:-2], tokens[2:]),
+                "the main model's state has read that token already: give it the next",
+            ),
+            Misconception(
+                lambda tokens: (tokens[:-1], tokens[1:]),
+                "that is the main model's shift: MTP predicts one token further",
+            ),
+            Misconception(
+                lambda tokens: (tokens[1:-1], tokens[1:-1]),
+                "it is still given what it should predict",
+            ),
+        ),
+        hints=(
+            "A loss that falls to nothing: what does the module see that it should "
+            "not?",
+            "At position 0 of “tour” the state has read `t`. Given `o`, predict `u`.",
+            "`given` starts one token earlier than `wanted`, and ends one earlier.",
+        ),
+        solution=mtp_pairs,
+        because="state of t, given o, predicts u: two tokens beyond what was read.",
+    ),
+    Exercise(
         name="sparse_giant",
         kind="target",
         title="Much to know, little to do",
-        difficulty=2,
-        minutes=8,
-        task="Build a `ModelConfig` with at least 10 billion parameters of which at "
-        "most 1 billion work on one token. Start from `PRESETS['v2-lite-16b']` and use "
-        "`dataclasses.replace`. The score is total by active: the higher, the better.",
+        difficulty=3,
+        minutes=12,
+        task="Change nothing but the experts of V2-Lite, "
+        "`replace(lite, moe=replace(lite.moe, …))`, so that of 10 to 16 billion "
+        "parameters at most 1 billion work on a token. The score is total by active. "
+        "Finer experts raise it only up to a point: find what stops them.",
         stub="my_config = None",
         cases=(
             Case(
@@ -250,49 +316,72 @@ EXERCISES = (
                 unit="billion",
             ),
             Case(
+                given="the total",
+                measure=lambda cfg: cfg.n_params() / 1e9,
+                at_most=16,
+                unit="billion",
+            ),
+            Case(
                 given="what works on one token",
                 measure=lambda cfg: cfg.n_active_params() / 1e9,
                 at_most=1,
                 unit="billion",
             ),
+            Case(
+                given="“all but the experts is V2-Lite's”",
+                measure=_keeps_the_rest,
+                expected=True,
+            ),
         ),
         misconceptions=(
             Misconception(
-                PRESETS["v2-lite-16b"],
+                LITE,
                 "the model you started from: fewer experts per token, or thinner ones",
             ),
             Misconception(
-                replace(PRESETS["v2-lite-16b"], moe=None, inter_dim=43_000),
+                replace(LITE, moe=None, inter_dim=43_000),
                 "without experts every parameter works on every token",
             ),
         ),
         hints=(
-            "Which parts does every token pass, whatever the router says?",
-            "More experts raise the total alone; activated and shared experts, layers "
-            "and vocabulary raise both.",
+            "Which parts does every token pass, whatever the router says? They are "
+            "0.65 billion here.",
+            "One activated expert and no shared one. Then `n_routed_experts * "
+            "moe_inter_dim` fixes the total: trade one for the other.",
+            "A router has 2048 parameters per expert, all active. The best point is "
+            "where the routers cost what the active experts cost.",
         ),
         solution=SPARSE,
+        because="the ratio says nothing of quality: DeepSeek activates 6 or 8 experts, "
+        "and keeps shared ones, because models learn better so.",
         score=Score(of=_gap, unit="total by active", lower_wins=False),
     ),
     Exercise(
-        name="where_parameters_live",
+        name="twice_the_experts",
         kind="predict",
-        title="Where 671 billion parameters live",
-        difficulty=1,
-        minutes=2,
-        task="What share of DeepSeek-V3's parameters sits in its routed experts, in "
-        "per cent? A guess within 1 per cent counts.",
+        title="Twice as many experts",
+        difficulty=2,
+        minutes=5,
+        task="DeepSeek-V3 gets 512 routed experts per layer instead of 256; each token "
+        "still visits 8. By how many per cent do the parameters that work on a token "
+        "grow? A guess within a tenth of the answer counts. First say why it is not "
+        "nothing.",
         stub="percent = None",
-        cases=(Case(given="", expected=97.45, tolerance=0.01, unit="%"),),
+        cases=(Case(given="", expected=0.2906, tolerance=0.1, unit="%"),),
         misconceptions=(
-            Misconception(94.5, "that is the share idle for one token: 1 − 36.6 / 671"),
-            Misconception(0.9745, "that is the fraction: give per cent"),
+            Misconception(
+                97.46, "so grows the total; a token still visits 8 experts, not 16"
+            ),
+            Misconception(0, "the experts add nothing: what scores them?"),
+            Misconception(0.002906, "that is the fraction: give per cent"),
         ),
         hints=(
-            "One expert has 3 · 7168 · 2048 parameters, and 58 layers have 256 each.",
-            "653.9 of 671.0 billion.",
+            "Each token still visits 8 experts. What must look at all 512?",
+            "A router has a row of 7168 weights and a bias per expert, in 58 layers.",
+            "58 · 256 · 7169 new parameters, of 36.6 billion.",
         ),
-        solution=97.45,
-        because="653.9 of 671.0 billion: attention is 1.7 per cent of the model.",
+        solution=0.2906,
+        because="the total grows by 97.5 per cent, and only the routers' new rows, "
+        "106 million parameters, are active.",
     ),
 )

@@ -55,6 +55,11 @@ class AllocationCount(TorchDispatchMode):
             f"peak_bytes={self.peak_bytes})"
         )
 
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of each storage made, in order."""
+        return [event.n_bytes for event in self.events if event.n_bytes > 0]
+
     def __torch_dispatch__(
         self,
         func: Callable[..., Any],

@@ -131,6 +131,6 @@ def reveal(
     if not varies:
         return Shown(text=line, html=line_html(line), live=live)
     mark = "○ no guess yet" if guess.value is None else "your guess is in"
-    page = line_html(f"{mark} · {varying(line)}", safe=True)
+    page = line_html(varying(line), safe=True)
     text = f"{mark} · the value differs from machine to machine"
     return Shown(text=text, html=page, live=live, varies=True)

@@ -1,15 +1,18 @@
 """Times to set side by side: alternating runs, the fastest of each."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from time import perf_counter
+from typing import TypeVar
 
 import torch
 
+Name = TypeVar("Name", bound=Hashable)
+
 
 def fastest(
-    runs: Mapping[str, Callable[[], object]], *, n_rounds: int = 5, n_threads: int = 1
-) -> dict[str, float]:
+    runs: Mapping[Name, Callable[[], object]], *, n_rounds: int = 5, n_threads: int = 1
+) -> dict[Name, float]:
     """Return the shortest time of each run in seconds, after one round to warm up.
 
     The runs take turns, so that a busy moment of the machine befalls all alike; other

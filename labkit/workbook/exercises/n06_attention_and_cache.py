@@ -1,9 +1,9 @@
-"""Exercises of notebook 06: what a cache keeps, absorbing, and a broken update."""
+"""Exercises of notebook 06: what a cache keeps, absorbing, and a broken write."""
 
 from dataclasses import replace
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from labkit.config import PRESETS, GQAConfig, MLAConfig, ModelConfig
@@ -37,40 +37,54 @@ def _summed_over_heads(q_nope: Tensor, w_uk: Tensor, latent: Tensor) -> Tensor:
     return torch.einsum("hn,hnc->c", q_nope, w_uk) @ latent.T
 
 
-def append(
-    cache: Float[Tensor, "t w"], new: Float[Tensor, "s w"], position: int
-) -> Float[Tensor, "t w"]:
-    """Return the cache with `new` rows written from `position` on."""
+def write(
+    cache: Float[Tensor, "b t w"],
+    new: Float[Tensor, "b s w"],
+    positions: Int[Tensor, "b s"],
+) -> Float[Tensor, "b t w"]:
+    """Return the cache with each sequence's rows at that sequence's positions."""
     cache = cache.clone()
-    cache[position : position + len(new)] = new
+    rows = torch.arange(len(cache)).unsqueeze(1)  # (b, 1), to go with each position
+    cache[rows, positions] = new
     return cache
 
 
-def _grow(cache: Tensor, new: Tensor, position: int) -> Tensor:
-    return torch.cat([cache, new])
-
-
-def _one_late(cache: Tensor, new: Tensor, position: int) -> Tensor:
-    cache = torch.cat([cache, new])
-    cache[position + 1 : position + 1 + len(new)] = new
-    return cache[: len(cache) - len(new)]
-
-
-def _in_place(cache: Tensor, new: Tensor, position: int) -> Tensor:
-    cache[position : position + len(new)] = new
+def _all_into_all(cache: Tensor, new: Tensor, positions: Tensor) -> Tensor:
+    cache = cache.clone()
+    cache[:, positions] = new
     return cache
 
 
-def cache_gigabytes(cfg: ModelConfig) -> float:
-    """Return the GB of a BF16 cache for one sequence of 131,072 tokens."""
-    return CONTEXT * cfg.kv_bytes_per_token() / 1e9
+def _grow(cache: Tensor, new: Tensor, positions: Tensor) -> Tensor:
+    return torch.cat([cache, new], dim=1)
 
 
-GQA_8 = replace(V3, attention=GQAConfig(n_heads=128, n_kv_heads=8))
-NARROW = replace(V3, attention=replace(V3.attention, kv_lora_rank=448))
+def _one_late(cache: Tensor, new: Tensor, positions: Tensor) -> Tensor:
+    rows = torch.arange(len(cache)).unsqueeze(1)
+    cache = torch.cat([cache, cache], dim=1)
+    cache[rows, positions + 1] = new
+    return cache[:, : cache.shape[1] // 2]
 
-ROWS = torch.zeros(4, 2)
-NEW = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+
+def _in_place(cache: Tensor, new: Tensor, positions: Tensor) -> Tensor:
+    cache[torch.arange(len(cache)).unsqueeze(1), positions] = new
+    return cache
+
+
+def cache_gibibytes(cfg: ModelConfig) -> float:
+    """Return the GiB of a BF16 cache for one sequence of 131,072 tokens."""
+    return CONTEXT * cfg.kv_bytes_per_token() / 2**30
+
+
+def _latent_width(cfg: ModelConfig) -> int:
+    return getattr(cfg.attention, "kv_lora_rank", 0)
+
+
+ONE_KEY = replace(V3, attention=GQAConfig(n_heads=128, n_kv_heads=1))
+NARROW = replace(V3, attention=replace(V3.attention, kv_lora_rank=192))
+
+EMPTY = torch.zeros(2, 4, 1)
+NEW = torch.tensor([[[1.0], [2.0]], [[3.0], [4.0]]])
 
 EXERCISES = (
     Exercise(
@@ -176,50 +190,57 @@ EXERCISES = (
         because="the query pays once per step; a key would be made per past token.",
     ),
     Exercise(
-        name="cache_append",
+        name="cache_positions",
         kind="fix",
-        title="The cache that forgets",
+        title="The cache that mixes up its sequences",
         difficulty=2,
-        minutes=6,
-        task="Rows are written into a preallocated cache from `position` on. Decoding "
-        "one token at a time works; a prompt of several tokens comes out wrong. Find "
+        minutes=8,
+        task="New rows of a batch are written into a preallocated cache, each "
+        "sequence's at its own `positions`. While all sequences are equally long it "
+        "works; with prompts of different lengths the text turns to nonsense. Find "
         "the bug. The function returns a new cache, and leaves the old one as it was.",
-        stub='''def append(cache, new, position):
-    """Write new rows (s, w) into a cache (t, w) from position on."""
+        stub='''def write(cache, new, positions):
+    """Write new rows (b, s, w) into a cache (b, t, w) at positions (b, s)."""
     cache = cache.clone()
-    cache[position] = new[0]
+    cache[:, positions[0]] = new
     return cache''',
         cases=(
             Case(
-                given="one row at position 0",
-                args=(ROWS, NEW[:1], 0),
-                expected=[[1, 2], [0, 0], [0, 0], [0, 0]],
+                given="two sequences of equal length",
+                args=(EMPTY, NEW, torch.tensor([[1, 2], [1, 2]])),
+                expected=[[[0], [1], [2], [0]], [[0], [3], [4], [0]]],
             ),
             Case(
-                given="two rows at position 1",
-                args=(ROWS, NEW, 1),
-                expected=[[0, 0], [1, 2], [3, 4], [0, 0]],
+                given="sequences that hold 0 and 2 tokens",
+                args=(EMPTY, NEW, torch.tensor([[0, 1], [2, 3]])),
+                expected=[[[1], [2], [0], [0]], [[0], [0], [3], [4]]],
             ),
             Case(
-                given="two rows up to the end",
-                args=(ROWS, NEW, 2),
-                expected=[[0, 0], [0, 0], [1, 2], [3, 4]],
+                given="one new token each, at 3 and at 0",
+                args=(EMPTY, NEW[:, :1], torch.tensor([[3], [0]])),
+                expected=[[[0], [0], [0], [1]], [[3], [0], [0], [0]]],
             ),
         ),
         misconceptions=(
             Misconception(
+                _all_into_all,
+                "a colon in front pairs every sequence with every row of positions",
+            ),
+            Misconception(
                 _grow, "the cache has its full length already: write, do not append"
             ),
-            Misconception(_one_late, "the first new row belongs at position itself"),
+            Misconception(_one_late, "the first new row belongs at its position"),
             Misconception(
                 _in_place, "write into a copy here, so that tests can compare"
             ),
         ),
         hints=(
-            "How many rows does `new` have, and how many does the assignment write?",
-            "Assign to a slice: from `position` to `position + len(new)`.",
+            "Whose positions does `positions[0]` hold?",
+            "Index both dimensions at once: a sequence number for every position.",
+            "`torch.arange(len(cache)).unsqueeze(1)` broadcasts against `positions`.",
         ),
-        solution=append,
+        solution=write,
+        because="nothing failed loudly: a wrong position only changes the text.",
     ),
     Exercise(
         name="cache_at_128k",
@@ -245,13 +266,14 @@ EXERCISES = (
     Exercise(
         name="smaller_cache",
         kind="target",
-        title="Half the cache, the same heads",
+        title="128K tokens in 4 GiB, and no parameter less",
         difficulty=2,
-        minutes=6,
-        task="Change `PRESETS['v3-671b']` so that a sequence of 131,072 tokens keeps "
-        "at most 5 GB, with 128 heads, 61 layers, and an attention of at least 90 "
-        "million parameters per layer. Give the `ModelConfig`. The score is GB: the "
-        "fewer, the better.",
+        minutes=8,
+        task="Change the attention of `PRESETS['v3-671b']` so that a sequence of "
+        "131,072 tokens keeps at most 4 GiB in BF16, with 128 heads, 61 layers, a "
+        "latent of at least 128, and no less than the 187.1 million attention "
+        "parameters per layer that it has now. Give the `ModelConfig`. The score is "
+        "GiB: the fewer, the better.",
         stub="my_config = None",
         cases=(
             Case(
@@ -260,29 +282,39 @@ EXERCISES = (
                 expected=128,
             ),
             Case(given="the layers", measure=lambda cfg: cfg.n_layers, expected=61),
-            Case(given="the cache", measure=cache_gigabytes, at_most=5, unit="GB"),
+            Case(given="the cache", measure=cache_gibibytes, at_most=4, unit="GiB"),
+            Case(given="the latent", measure=_latent_width, at_least=128),
             Case(
                 given="attention per layer",
                 measure=lambda cfg: (
                     cfg.parameter_counts().attention / cfg.n_layers / 1e6
                 ),
-                at_least=90,
+                at_least=187.1,
                 unit="million parameters",
             ),
         ),
         misconceptions=(
             Misconception(V3, "the model as it is: its latent is 512 wide"),
-            Misconception(GQA_8, "GQA with 8 groups keeps 2,048 values, MLA 576"),
             Misconception(
-                NARROW, "the rotary key counts too: latent and key sum to at most 312"
+                ONE_KEY, "one key head of GQA fits, but then all heads see the same key"
+            ),
+            Misconception(
+                NARROW,
+                "the up-projections shrank with the latent: which widths cost "
+                "parameters and no cache?",
             ),
         ),
         hints=(
             "The cache holds `kv_lora_rank + qk_rope_head_dim` values per token and "
-            "layer.",
-            "Lower the latent until the bound on parameters stops you, then the key.",
+            "layer: how many fit into 4 GiB?",
+            "`qk_nope_head_dim` and `v_head_dim` are rebuilt from the latent: widen "
+            "them.",
+            "A latent of 192 and `v_head_dim=160` do it.",
         ),
-        solution=replace(V3, attention=replace(V3.attention, kv_lora_rank=224)),
-        score=Score(of=cache_gigabytes, unit="GB"),
+        solution=replace(
+            V3, attention=replace(V3.attention, kv_lora_rank=192, v_head_dim=160)
+        ),
+        because="what is rebuilt from the latent is not in the cache.",
+        score=Score(of=cache_gibibytes, unit="GiB"),
     ),
 )

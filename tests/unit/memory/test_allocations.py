@@ -21,6 +21,7 @@ def test_each_new_storage_counts_with_its_bytes_and_its_end(device):
         Event(1, -400),
         Event(3, 800),
     ]
+    assert count.sizes == [400, 400, 800]
     assert (count.n_allocations, count.total_bytes) == (3, 1600)
     assert (count.live_bytes, count.peak_bytes) == (1200, 1200)
     del second, third

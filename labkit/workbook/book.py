@@ -54,7 +54,9 @@ def book_map(folder: Path = NOTEBOOKS) -> Shown:
         for name in names:
             lines.append(_line(name, written.get(name)))
             pages.append(_row(name, written.get(name)))
-    head = "<tr><th></th><th>notebook</th><th>question</th><th>minutes</th></tr>"
+    names = ("number", "notebook", "question", "minutes")
+    cells = (f'<th scope="col" style="text-align:left">{name}</th>' for name in names)
+    head = f"<tr>{''.join(cells)}</tr>"
     page = f"<table><thead>{head}</thead><tbody>{''.join(pages)}</tbody></table>"
     return Shown(text="\n".join(lines), html=page)
 

@@ -7,15 +7,11 @@ from labkit.workbook.display import Shown, varying
 
 
 def samples(texts: Mapping[str, str]) -> Shown:
-    r"""Return texts one below the other, each under its name, for the page only.
-
-    Control characters show as `·`, so that text from a model that knows nothing does
-    not break the page.
-    """
+    """Return texts one below the other, each under its name, for the page only."""
     blocks = [
         f"<p style='margin:4px 0'>{escape(name)}</p>"
         '<pre style="border-left:4px solid #56B4E9;padding-left:10px;'
-        f'white-space:pre-wrap">{varying(printable(text))}</pre>'
+        f'font-family:monospace;white-space:pre-wrap">{varying(printable(text))}</pre>'
         for name, text in texts.items()
     ]
     line = " · ".join(f"{name}: (text varies)" for name in texts)
@@ -23,13 +19,14 @@ def samples(texts: Mapping[str, str]) -> Shown:
 
 
 def printable(text: str) -> str:
-    r"""Return the text with everything that has no shape on a page as a dot.
+    r"""Return the text with all but plain letters and line ends as dots.
 
-    >>> printable("def f():\n\treturn 'é\x00\ufffd'")
-    "def f():\n    return 'é··'"
+    A model that knows nothing writes every byte, also those that would break a page.
+
+    >>> printable("def f():\n\treturn 'é\x00'")
+    "def f():\n    return '··'"
     """
-    spaced = text.expandtabs(4)
     return "".join(
-        letter if letter == "\n" or (letter.isprintable() and letter != "�") else "·"
-        for letter in spaced
+        letter if letter == "\n" or (letter.isascii() and letter.isprintable()) else "·"
+        for letter in text.expandtabs(4)
     )

@@ -26,8 +26,8 @@ def mfu(tokens_per_second: float, n_active_params: int, peak_flops: float) -> fl
 
 
 def intensity_in_expert(rows: int) -> float:
-    """Return FLOPs per byte of a product with an expert's weights, in BF16."""
-    return Gemm(m=rows, k=7168, n=2048).intensity
+    """Return FLOPs per byte of a product with an expert's weights, in FP8."""
+    return Gemm(m=rows, k=7168, n=2048, itemsize=1).intensity
 
 
 EXERCISES = (
@@ -165,43 +165,46 @@ EXERCISES = (
         difficulty=2,
         minutes=6,
         task="An expert of DeepSeek-V3 multiplies its `rows` tokens, `(rows, 7168)`, "
-        "by a `(7168, 2048)` weight in BF16. An H800 does 990 TFLOP/s and moves 3.35 "
-        "TB/s. Set `rows` to the fewest tokens that make this product compute-bound.",
+        "by a `(7168, 2048)` weight, all in FP8. A B200 does 4,500 TFLOP/s in FP8 and "
+        "moves 8 TB/s. Set `rows` to the fewest tokens that make this product "
+        "compute-bound.",
         stub="rows = None",
         cases=(
             Case(
                 given="the intensity",
                 measure=intensity_in_expert,
-                at_least=295.53,
+                at_least=562.5,
                 unit="FLOP per byte",
             ),
             Case(
                 given="the number of tokens",
                 measure=lambda rows: rows,
-                at_most=363,
+                at_most=342,
                 unit="tokens",
             ),
         ),
         misconceptions=(
             Misconception(
-                296,
-                "that is the ridge; input and result move as well, and cost intensity",
+                282,
+                "enough for the weights alone; input and result move as well, and cost "
+                "intensity",
             ),
             Misconception(
-                148,
-                "at two FLOPs per weight of two bytes, a token brings 1 FLOP per byte",
+                563,
+                "that is the ridge, and more than it takes: in FP8 a token brings 2 "
+                "FLOPs for each byte of weight",
             ),
             Misconception(512, "a power of two, and more than it takes"),
         ),
         hints=(
-            "The ridge is at 990 / 3.35 FLOP per byte. How much intensity does one "
+            "The ridge is at 4,500 / 8 FLOP per byte. How much intensity does one "
             "more token bring?",
-            "In BF16, 1/intensity = 1/rows + 1/7168 + 1/2048. Solve for rows, or try "
-            "values in the explorer above.",
+            "In FP8, 2/intensity = 1/rows + 1/7168 + 1/2048. Solve for rows, or try "
+            "values in a loop.",
         ),
-        solution=363,
-        because="a layer sends 8 of 256 experts to each token, so this takes about "
-        "11,600 tokens at once: why decoding small batches is slow.",
+        solution=342,
+        because="a layer sends each token to 8 of 256 experts, so filling all of them "
+        "takes about 10,900 tokens at once: why decoding in small batches is slow.",
     ),
     Exercise(
         name="mfu_of_a_run",
@@ -209,7 +212,7 @@ EXERCISES = (
         title="Half a machine is missing",
         difficulty=2,
         minutes=4,
-        task="`mfu` should return the share of `peak_flops` that a *training* run "
+        task="`mfu` should return the share of `peak_flops` that a training run "
         "reaches. The run is fine, yet the number comes out far too low. Find what is "
         "not counted. (The products of queries with keys are left out on purpose.)",
         stub="def mfu(tokens_per_second, n_active_params, peak_flops):\n"

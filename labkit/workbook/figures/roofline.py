@@ -50,13 +50,13 @@ def measured_roof(ceiling: Ceiling, timed: Sequence[TimedGemm]) -> Figure:
     )
     fig, axes = canvas(title, x=X_LABEL, y="speed of the product", height=340)
     ends = (timed[0].gemm.intensity / 2, timed[-1].gemm.intensity * 3)
-    low = min(each.flops for each in timed) / 2
-    _scale(axes, ends, (low, ceiling.peak_flops * 1.8))
+    speeds = [each.flops for each in timed]
+    levels = [*speeds, ceiling.peak_flops]
+    _scale(axes, ends, (min(levels) / 2, max(levels) * 1.8))
     _draw_roof(axes, ceiling, ends, colour=ROOF, width=2.0)
     _name_peaks(axes, [ceiling])
     across = [each.gemm.intensity for each in timed]
-    up = [each.flops for each in timed]
-    axes.plot(across, up, "o-", color=PRODUCT, markersize=5, linewidth=1.2)
+    axes.plot(across, speeds, "o-", color=PRODUCT, markersize=5, linewidth=1.2)
     for each in timed:
         place = (each.gemm.intensity, each.flops)
         axes.annotate(

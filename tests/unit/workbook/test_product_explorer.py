@@ -109,3 +109,16 @@ def test_measured_products_are_named_by_rows_and_by_their_share():
 
     assert "1 row: 10 % of the peak. 512 rows: 95 %" in shown
     assert {"1 row", "512 rows", " float32 100 GFLOP/s"} <= set(shown)
+
+
+def test_products_above_the_measured_peak_are_drawn_all_the_same(recwarn):
+    timed = [
+        TimedGemm(gemm=Gemm(m=m, k=1000, n=1000, itemsize=4), seconds=m * 2e6 / 90e9)
+        for m in (1, 512)
+    ]
+    ceiling = Ceiling(name="float32", peak_flops=1e9, bytes_per_second=20e9)
+
+    assert "1 row: 9000 % of the peak. 512 rows: 9000 %" in texts(
+        measured_roof(ceiling, timed)
+    )
+    assert recwarn.list == []

@@ -79,5 +79,5 @@ def count_prompt(model: Transformer, n_tokens: int) -> PromptFlops:
     counter = FlopCounterMode(display=False)
     with counter:
         read_prompt(model, n_tokens)
-    flops = counter.get_flop_counts()["Global"]
-    return PromptFlops(linear=flops[torch.ops.aten.mm], pairs=flops[torch.ops.aten.bmm])
+    pairs = counter.get_flop_counts()["Global"][torch.ops.aten.bmm]
+    return PromptFlops(linear=counter.get_total_flops() - pairs, pairs=pairs)

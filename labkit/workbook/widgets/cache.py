@@ -13,6 +13,7 @@ from labkit.config import PRESETS, AttentionConfig, GQAConfig, MLAConfig, ModelC
 from labkit.hardware import accelerator
 from labkit.workbook.figures.cache import cache_figure
 from labkit.workbook.figures.charts import Part
+from labkit.workbook.published import published
 from labkit.workbook.spelling import spell_ratio
 from labkit.workbook.widgets.controls import choice, slider, steps, switch
 
@@ -25,11 +26,12 @@ MODELS = {
 
 KINDS = ("MLA", "GQA", "MHA")
 
-GQA_MODELS = {
-    "Qwen2.5-72B": (80, GQAConfig(n_heads=64, n_kv_heads=8)),
-    "LLaMA-3.1-405B": (126, GQAConfig(n_heads=128, n_kv_heads=8)),
+PUBLISHED = {
+    "DeepSeek-V3": "v3-671b",
+    "Qwen2.5-72B": "qwen2.5-72b",
+    "LLaMA-3.1-405B": "llama-3.1-405b",
 }
-"""Layers and attention of published models (arXiv 2505.09343, table 1)."""
+"""Models whose cache is published, by the name on the page."""
 
 DEVICE = "h800"
 
@@ -40,10 +42,7 @@ def published_bytes_per_token() -> dict[str, int]:
     >>> published_bytes_per_token()
     {'DeepSeek-V3': 70272, 'Qwen2.5-72B': 327680, 'LLaMA-3.1-405B': 516096}
     """
-    caches = {"DeepSeek-V3": PRESETS["v3-671b"].kv_bytes_per_token()}
-    for name, (n_layers, attention) in GQA_MODELS.items():
-        caches[name] = n_layers * attention.cache_width * 2
-    return caches
+    return {name: int(published(key, "cache")) for name, key in PUBLISHED.items()}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -91,17 +91,26 @@ def product_under_roofs(
     axes.axvline(ceiling.ridge, color=ROOF, linestyle=":", linewidth=1.2)
     _name_sides(axes, ceiling.ridge)
     axes.plot(product.intensity, reach, "D", color=PRODUCT, markersize=9, zorder=5)
+    _name_product(axes, product, (product.intensity, reach), ridge=ceiling.ridge)
+    return fig
+
+
+def _name_product(
+    axes: Axes, product: Gemm, place: tuple[float, float], *, ridge: float
+) -> None:
+    """Name a product on the side where no roof's name stands."""
+    is_right = place[0] > ridge
     axes.annotate(
         f"{product.m:,} × {product.k:,} × {product.n:,}",
-        (product.intensity, reach),
-        xytext=(11, -11),
+        place,
+        xytext=(-4, 9) if is_right else (11, -11),
         textcoords="offset points",
-        va="top",
+        ha="right" if is_right else "left",
+        va="bottom" if is_right else "top",
         color=PRODUCT,
         fontweight="bold",
         bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 1},
     )
-    return fig
 
 
 def _title(arithmetic: float, traffic: float) -> str:

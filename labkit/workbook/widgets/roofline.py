@@ -1,7 +1,10 @@
 """The product explorer: does a matrix product compute or wait, on which machine?
 
-explorer = ProductExplorer(measure())
-widgets.explore(explorer.draw, explorer.describe, caption="…", **explorer.controls())
+    explorer = ProductExplorer(measure())
+    widgets.explore(explorer.draw, explorer.describe, caption="…",
+                    **explorer.controls())
+
+The least time of a product is that of the roofline; starting a kernel is left out.
 """
 
 from collections.abc import Mapping

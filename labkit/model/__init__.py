@@ -8,6 +8,15 @@ l layers or routers.
 
 from labkit.model.cache import LatentCache
 from labkit.model.checkpoint import load_hf, save_hf
+from labkit.model.generate import Generation, generate
 from labkit.model.transformer import LossParts, Transformer
 
-__all__ = ["LatentCache", "LossParts", "Transformer", "load_hf", "save_hf"]
+__all__ = [
+    "Generation",
+    "LatentCache",
+    "LossParts",
+    "Transformer",
+    "generate",
+    "load_hf",
+    "save_hf",
+]

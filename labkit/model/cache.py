@@ -231,7 +231,7 @@ class LatentCache:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Window:
     """The place of one forward pass's new tokens in a cache."""
 
@@ -251,7 +251,7 @@ class Window:
         self.cache._lengths = self.ends
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Sliced:
     """One layer while all sequences are equally long: plain slices."""
 
@@ -265,7 +265,7 @@ class _Sliced:
         return self.every
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Scattered:
     """One layer while sequences differ in length: rows at indexed positions."""
 
@@ -278,6 +278,9 @@ class _Scattered:
         _require_no_grad(entries)
         self.every[self.rows, self.positions] = entries.type_as(self.every)
         return self.every
+
+
+LayerView = _Sliced | _Scattered
 
 
 def _require_no_grad(entries: Tensor) -> None:

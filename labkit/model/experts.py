@@ -147,18 +147,21 @@ def _sorted_weights(
 
 
 FEW_PAIRS = 16
-"""Most (token, choice) pairs computed one by one when decoding: measured 2.5 times
-faster than sorting at 4 pairs and 1.6 times at 16, in FP32."""
+"""Most (token, choice) pairs whose experts are gathered when decoding."""
 
 
-def pair_by_pair(
+def gathered_experts(
     x: Float[Tensor, "n d"],
     weights: Float[Tensor, "n k"],
     experts: Int[Tensor, "n k"],
     w13: Float[Tensor, "e f2 d"],
     w2: Float[Tensor, "e d f"],
 ) -> Float[Tensor, "n d"]:
-    """Return the weighted sum of experts for few tokens, without sorting them."""
+    """Return the weighted sum of experts for few tokens, without sorting them.
+
+    Each pair's matrices are copied side by side for one batch of products. Of few
+    pairs hardly two share an expert, so nothing is lost but the copy.
+    """
     n_tokens, k = experts.shape
     chosen = experts.flatten()
     columns = x.unsqueeze(1).expand(-1, k, -1).reshape(-1, 1, x.shape[1]).mT
@@ -188,7 +191,7 @@ class Experts(nn.Module):
         x, weights = x.to(dtype), weights.to(dtype)
         w13, w2 = self.w13.to(dtype), self.w2.to(dtype)
         if experts.numel() <= FEW_PAIRS and not torch.is_grad_enabled():
-            return pair_by_pair(x, weights, experts, w13, w2)
+            return gathered_experts(x, weights, experts, w13, w2)
         multiple = block_multiple(x, experts.numel(), len(w13))
         plan = dispatch(experts, len(w13), multiple=multiple)
         return _SwiGLUExperts.apply(x, weights, w13, w2, plan)

@@ -5,6 +5,9 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+SMALL = 1 << 14
+"""Values below which a weight is not worth sharing between cores."""
+
 
 def linear(x: Float[Tensor, "*b i"], weight: Float[Tensor, "o i"]) -> Tensor:
     """Return `x` times the transposed weight, by the kernel that serves its shape.
@@ -17,7 +20,7 @@ def linear(x: Float[Tensor, "*b i"], weight: Float[Tensor, "o i"]) -> Tensor:
     """
     n_out, n_in = weight.shape
     is_row = x.numel() == n_in and x.dtype == weight.dtype == torch.float32
-    if is_row and n_out % 2 == 0 and x.is_cpu:
+    if is_row and n_out % 2 == 0 and n_out * n_in >= SMALL and x.is_cpu:
         column = x.mT.expand(2, -1, -1)
         halves = torch.bmm(weight.view(2, -1, n_in), column)
         return halves.view(*x.shape[:-1], n_out)

@@ -54,10 +54,16 @@ class Router(nn.Module):
     def forward(
         self, x: Float[Tensor, "n d"]
     ) -> tuple[Float[Tensor, "n k"], Int[Tensor, "n k"], Float[Tensor, "n e"]]:
-        moe = self.moe
         # Affinities in FP32: rounding in BF16 reorders near-ties between experts.
         with torch.autocast(x.device.type, enabled=False):
-            logits = linear(x.float(), self.weight.float())  # (n, e)
+            logits = linear(x.float(), self.weight.float())
+        return self.route(logits)
+
+    def route(
+        self, logits: Float[Tensor, "n e"]
+    ) -> tuple[Float[Tensor, "n k"], Int[Tensor, "n k"], Float[Tensor, "n e"]]:
+        """Return weights, experts and affinities of tokens, from affinity logits."""
+        moe = self.moe
         is_sigmoid = moe.score_func == "sigmoid"
         affinity = logits.sigmoid() if is_sigmoid else logits.softmax(dim=-1)
         experts = self.choose(affinity.detach())

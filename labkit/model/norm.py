@@ -25,15 +25,15 @@ def _scaled(x: Tensor, inverse: Tensor, weight: Tensor) -> Tensor:
     return (x * inverse).mul_(weight).type_as(x)
 
 
-def _one_vector(x: Tensor, eps: float) -> Tensor:
-    """Return x / rms(x): half of the layer norm of (x, -x), whose mean is 0.
+def unit_vector(x: Float[Tensor, "*b d"], eps: float) -> Float[Tensor, "*b d"]:
+    """Return the single vector `x` over its root mean square, on a CPU.
 
-    PyTorch has one kernel for the layer norm and needs seven for the RMS norm;
-    measured 8 µs instead of 11 in FP32, and of 15 in BF16.
+    Its scale is a number of Python's, which leaves two operations of seven: measured
+    5 µs instead of 11 in FP32, and of 15 in BF16.
     """
-    width = x.shape[-1]
-    both = torch.cat((x, -x), dim=-1)
-    return torch.layer_norm(both, (2 * width,), eps=eps).narrow(-1, 0, width)
+    exact = torch.promote_types(x.dtype, torch.float32)
+    norm = torch.linalg.vector_norm(x, dtype=exact).item()
+    return x * (norm * norm / x.numel() + eps) ** -0.5
 
 
 class _CpuRMSNorm(torch.autograd.Function):
@@ -78,7 +78,7 @@ class RMSNorm(nn.Module):
         elif torch.is_grad_enabled():
             normed = _CpuRMSNorm.apply(x, self.weight, self.eps)
         elif x.numel() == x.shape[-1]:
-            normed = _one_vector(x, self.eps).mul_(self.weight)
+            normed = unit_vector(x, self.eps).mul_(self.weight)
         else:
             # Without autograd's wrapper, which takes longer than a few vectors.
             normed = _scaled(x, inverse_rms(x, self.eps), self.weight)

@@ -7,6 +7,7 @@ python -m labkit train --resume runs/small
 
 import argparse
 import sys
+import textwrap
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime
@@ -17,12 +18,10 @@ import torch
 
 from labkit.config import PRESETS, ModelConfig, TrainConfig
 from labkit.hardware import measure
-from labkit.model import Transformer
+from labkit.model import Transformer, generate
 from labkit.monitor import Monitor, StepMetrics
-from labkit.training import Corpus, Trainer, corpus
+from labkit.training import RECIPES, Corpus, Trainer, corpus, faster_precision
 from labkit.training.ranks import Ranks, process_group
-from labkit.training.recipes import RECIPES
-from labkit.training.speed import faster_precision
 from labkit.training.trainer import METRICS_NAME
 from labkit.training.windows import Windows
 
@@ -30,6 +29,9 @@ BYTES_PER_PARAMETER = 16
 """FP32 weights, gradients and two moments."""
 
 RECIPE_OPTIONS = ("n_steps", "global_batch", "micro_batch", "seq_len", "lr", "seed")
+PROMPT = "def "
+"""What the sample at the end goes on from."""
+
 NEW_RUN_OPTIONS = ("preset", "corpus", "out", "precision", *RECIPE_OPTIONS)
 
 
@@ -53,6 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--save-every", metavar="N", type=int, default=100, help=text)
     text = "steps between lines (default: 10)"
     parser.add_argument("--log-every", metavar="N", type=int, default=10, help=text)
+    text = "bytes of text to generate at the end (default: 200)"
+    parser.add_argument("--sample", metavar="N", type=int, default=200, help=text)
     parser.add_argument("--threads", metavar="N", type=int, help="CPU threads")
     text = "measure the peak of this machine first, and report MFU"
     parser.add_argument("--mfu", action="store_true", help=text)
@@ -84,10 +88,31 @@ def _train(options: argparse.Namespace, ranks: Ranks) -> None:
         f"validation  {evaluation.nats:.4f} nats, "
         f"{evaluation.bits_per_byte:.4f} bits per byte"
     )
+    if options.sample > 0 and ranks.is_first:
+        print(_sample(trainer, options.sample))
     if trainer.n_steps_done < trainer.train.n_steps:
         command = f"python -m labkit train --resume {trainer.run_dir}"
         say(f"stopped after step {trainer.n_steps_done}; go on with: {command}")
     say(f"saved in {trainer.run_dir}", flush=True)
+
+
+def _sample(trainer: Trainer, n_bytes: int) -> str:
+    """Return a prompt and what the model writes after it, set off by a margin."""
+    tokens = corpus.encode(PROMPT).unsqueeze(0).to(trainer.device)
+    generator = torch.Generator(trainer.device).manual_seed(trainer.train.seed)
+    n_bytes = min(n_bytes, trainer.model.cfg.max_seq_len - tokens.shape[1])
+    new = generate(
+        trainer.model,
+        tokens,
+        n_bytes,
+        temperature=0.8,
+        top_p=0.95,
+        generator=generator,
+    )
+    text = PROMPT + corpus.decode(new.tokens[0])
+    # Bytes of a young model would otherwise steer the terminal.
+    text = "".join(c if c.isprintable() or c == "\n" else "·" for c in text)
+    return "sample\n" + textwrap.indent(text, "    | ", predicate=lambda _: True)
 
 
 def _say_nothing(*_: object, **__: object) -> None:

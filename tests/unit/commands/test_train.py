@@ -36,13 +36,15 @@ def train(text_folder, tmp_path) -> Callable[..., int]:
 
 
 def test_a_run_prints_its_steps_and_saves_itself(train, tmp_path, capsys):
-    assert train("--steps", "3", "--log-every", "2") == 0
-    lines = capsys.readouterr().out.splitlines()
+    assert train("--steps", "3", "--log-every", "2", "--sample", "30") == 0
+    lines = capsys.readouterr().out.rstrip("\n").split("\n")
     assert lines[0].startswith("text        Corpus(text: 6 documents")
     assert lines[1].startswith("model       1.81M parameters")
     assert "3 steps (0 done) of 2 x 16 tokens, fp32, 1 rank(s) on cpu" in lines[2]
     assert [line.split()[1] for line in lines[3:6]] == ["1", "2", "3"]
     assert lines[6].startswith("validation") and "bits per byte" in lines[6]
+    assert lines[7] == "sample" and lines[8].startswith("    | def ")
+    assert all(line.isprintable() for line in lines)
     assert lines[-1] == f"saved in {tmp_path / 'run'}"
     assert len(read_jsonl(tmp_path / "run" / "metrics.jsonl")) == 3
     assert read_checkpoint(tmp_path / "run").values["n_steps_done"] == 3

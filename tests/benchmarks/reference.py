@@ -82,15 +82,19 @@ def paired_models(seed: int = 0) -> tuple[Transformer, nn.Module]:
     return ours, theirs
 
 
-def medians(runs: dict[str, Callable[[], object]], n_rounds: int) -> dict[str, float]:
+def medians(
+    runs: dict[str, Callable[[], object]],
+    n_rounds: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, float]:
     """Return each run's median seconds; rounds alternate, after one warm-up."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     for round_index in range(n_rounds + 1):
         for name, run in runs.items():
-            start = time.perf_counter()
+            start = clock()
             run()
             if round_index:
-                times[name].append(time.perf_counter() - start)
+                times[name].append(clock() - start)
     return {name: statistics.median(values) for name, values in times.items()}
 
 

@@ -7,7 +7,7 @@ import torch
 
 from labkit.config import GQAConfig, MLAConfig, ModelConfig
 from labkit.model import Transformer
-from labkit.workbook.caching import decode_step, filled_cache, count_prompt
+from labkit.workbook.caching import count_prompt, decode_step, filled_cache
 
 MLA = MLAConfig(
     n_heads=2, kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=4

@@ -1,11 +1,11 @@
-"""The absorbed form of a small model, for one new token of one sequence.
+"""The absorbed form of a small model, for one new token of one sequence on a CPU.
 
 A single token costs operations and the reading of weights, not arithmetic. This form
 has the same result from fewer operations: W_UK goes into W_UQ and W_UV into W_O
 (DeepSeek-V2, section 2.1.2), the gain of attention's norm into the matrix that reads
 it, and matrices that read the same vector become one. It bypasses the model's modules
-and shares their remaining weights. For wide models the absorbed matrices are several
-times larger than what they replace, and the modules themselves are faster.
+and computes in FP32, in which products of one row are quickest to start; it shares
+the weights it does not change with an FP32 model, and copies those of a BF16 one.
 """
 
 import torch
@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from labkit.config import MLAConfig, ModelConfig
 from labkit.model.attention import MLA
+from labkit.model.attention_shared import attend_shared
 from labkit.model.cache import LatentCache, LayerView
-from labkit.model.experts import Experts, gathered_experts
-from labkit.model.linear import Linear, linear
+from labkit.model.experts import Experts
+from labkit.model.linear import Linear, RowProduct
 from labkit.model.mlp import MLP
 from labkit.model.moe import MoE, Router
 from labkit.model.norm import RMSNorm, unit_vector
@@ -28,7 +29,11 @@ PLAIN_BLOCKS = {Transformer, Block, MTPModule, nn.ModuleList}
 PLAIN_LAYERS = {MLA, MLP, MoE, Router, Experts, RMSNorm, Linear, nn.Embedding}
 
 MOST_GROWTH = 2.0
-"""Most that absorbed weights may take, as a multiple of those they replace."""
+"""Most that absorbed weights may take, as a multiple of those they replace: for wide
+models they are several times larger, and the modules themselves are faster."""
+
+MOST_COPIED_PARAMS = 1 << 26
+"""Largest BF16 model that is worth copying: 256 MiB in FP32."""
 
 
 def growth(cfg: ModelConfig) -> float:
@@ -51,14 +56,17 @@ def can_absorb(model: Transformer) -> bool:
 
     A model that was transformed, or is watched by hooks, runs by its modules.
     """
-    if not isinstance(model.cfg.attention, MLAConfig) or not model.embed.weight.is_cpu:
+    cfg, weight = model.cfg, model.embed.weight
+    if not isinstance(cfg.attention, MLAConfig) or not weight.is_cpu:
         return False
+    is_shared = weight.dtype == torch.float32
+    is_copied = weight.dtype == torch.bfloat16 and cfg.n_params() <= MOST_COPIED_PARAMS
+    is_worth_it = growth(cfg) <= MOST_GROWTH and (is_shared or is_copied)
     modules = list(model.modules())
     is_plain = (PLAIN_BLOCKS | PLAIN_LAYERS).issuperset(map(type, modules))
     is_watched = any(m._forward_hooks or m._forward_pre_hooks for m in modules)
     is_mixed = torch.is_autocast_enabled("cpu")
-    is_small = growth(model.cfg) <= MOST_GROWTH
-    return is_plain and is_small and not is_watched and not is_mixed
+    return is_worth_it and is_plain and not is_watched and not is_mixed
 
 
 class AbsorbedModel:
@@ -71,6 +79,8 @@ class AbsorbedModel:
     def __init__(self, model: Transformer) -> None:
         self.model = model
         self.eps = model.cfg.norm_eps
+        self.gain = model.norm.weight.float()
+        self.head = RowProduct(model.head.weight)
         self.identity = torch.eye(model.cfg.attention.rope_dim)[None, None]
         self.halves = [
             (
@@ -88,13 +98,13 @@ class AbsorbedModel:
         window = cache.reserve(1, 1)
         # Rotating is linear: its matrix is what becomes of the identity.
         rotation = rotate(self.identity, model.turns(window.positions))[0, 0]
-        x = model.embed(token)[0]
+        x = model.embed(token)[0].float()
         for index, (attention, feed_forward) in enumerate(self.halves):
             x = x + attention(x, rotation, window.layer(index))
             x = feed_forward(x)
         window.commit()
-        normed = unit_vector(x, self.eps).mul_(model.norm.weight)
-        return linear(normed, model.head.weight).unsqueeze(0)
+        normed = unit_vector(x, self.eps).mul_(self.gain)
+        return self.head(normed).unsqueeze(0)
 
 
 class _Attention:
@@ -111,14 +121,12 @@ class _Attention:
         q = torch.cat((up_k.mT @ q_nope, q_pe), dim=1).flatten(0, 1)  # (h·w, i)
         self.query = None
         if mla.q_lora_rank is not None:
-            self.query = (q * attn.q_norm.weight).type_as(attn.wq_b.weight)
+            self.query = RowProduct(q * attn.q_norm.weight)
             q = attn.wq_a.weight
-        down = torch.cat((q, attn.wkv_a.weight)) * norm.weight
-        self.down = down.type_as(attn.wkv_a.weight)
-        self.latent_gain = attn.kv_norm.weight
+        self.down = RowProduct(torch.cat((q, attn.wkv_a.weight)) * norm.weight)
+        self.latent_gain = attn.kv_norm.weight.float()
         out = attn.wo.weight.unflatten(1, (mla.n_heads, -1)).double()  # (d, h, u)
-        out = torch.einsum("dhu,huc->dhc", out, up_v).flatten(1)
-        self.out = out.type_as(attn.wo.weight)
+        self.out = RowProduct(torch.einsum("dhu,huc->dhc", out, up_v).flatten(1))
         self.scale = attn.softmax_scale
         self.key_widths = [mla.kv_lora_rank, mla.qk_rope_head_dim]
         self.down_widths = [len(q), *self.key_widths]
@@ -126,40 +134,63 @@ class _Attention:
     def __call__(
         self, x: Float[Tensor, "1 d"], rotation: Float[Tensor, "p p"], cache: LayerView
     ) -> Float[Tensor, "1 d"]:
-        down = linear(unit_vector(x, self.eps), self.down)
+        down = self.down(unit_vector(x, self.eps))
         q, latent, k_pe = down.split_with_sizes(self.down_widths, dim=1)
         if self.query is not None:
-            q = linear(unit_vector(q, self.eps), self.query)
+            q = self.query(unit_vector(q, self.eps))
         q = q.view(self.mla.n_heads, -1)  # (h, w)
         q_latent, q_pe = q.split_with_sizes(self.key_widths, dim=1)
-        turned = torch.cat((q_pe, k_pe)).float().mm(rotation).type_as(q)  # (h + 1, p)
+        turned = torch.cat((q_pe, k_pe)).mm(rotation)  # (h + 1, p)
         latent = unit_vector(latent, self.eps).mul_(self.latent_gain)
         entries = cache.extend(torch.cat((latent, turned[-1:]), dim=1).unsqueeze(0))
-        q = torch.cat((q_latent, turned[:-1]), dim=1)[None, None]
-        shared = entries.type_as(q)[None]
-        mixed = F.scaled_dot_product_attention(q, shared, shared, scale=self.scale)
-        return linear(mixed[..., : latent.shape[1]].reshape(1, -1), self.out)
+        q = torch.cat((q_latent, turned[:-1]), dim=1).unsqueeze(0)
+        mixed = attend_shared(q, entries.type_as(q), scale=self.scale)  # (1, h, w)
+        return self.out(mixed[..., : latent.shape[1]].reshape(1, -1))
 
 
 class _FeedForward:
     """Norm and feed-forward network of one layer, with its residual."""
 
     def __init__(self, norm: RMSNorm, ffn: MLP | MoE) -> None:
-        self.eps, self.gain = norm.eps, norm.weight
-        self.moe = ffn if isinstance(ffn, MoE) else None
-        self.dense = ffn.shared_experts if isinstance(ffn, MoE) else ffn
+        self.eps, self.gain = norm.eps, norm.weight.float()
+        self.dense = ffn if isinstance(ffn, MLP) else ffn.shared_experts
         if self.dense is not None:
-            self.w13 = torch.cat((self.dense.w1.weight, self.dense.w3.weight))
+            both = torch.cat((self.dense.w1.weight, self.dense.w3.weight))
+            self.w13, self.w2 = RowProduct(both), RowProduct(self.dense.w2.weight)
+        self.moe = ffn if isinstance(ffn, MoE) else None
+        if isinstance(ffn, MoE):
+            self.gate = RowProduct(ffn.gate.weight)
+            self.experts = _ExpertRows(ffn.experts)
 
     def __call__(self, x: Float[Tensor, "1 d"]) -> Float[Tensor, "1 d"]:
         h = unit_vector(x, self.eps).mul_(self.gain)
         if self.dense is not None:
-            gate, up = linear(h, self.w13).chunk(2, dim=1)
-            x = x + linear(F.silu(gate).mul_(up), self.dense.w2.weight)
+            gate, up = self.w13(h).chunk(2, dim=1)
+            x = x + self.w2(F.silu(gate).mul_(up))
         if self.moe is not None:
-            router, experts = self.moe.gate, self.moe.experts
-            logits = linear(h.float(), router.weight.float())
-            weights, chosen, _ = router.route(logits)
-            weights = weights.type_as(h)
-            x = x + gathered_experts(h, weights, chosen, experts.w13, experts.w2)
+            weights, chosen, _ = self.moe.gate.route(self.gate(h.float()))
+            if self.experts is not None:
+                return x + self.experts(h, weights, chosen)
+            w13, w2 = self.moe.experts.w13, self.moe.experts.w2
+            return x + all_pairs_at_once(h, weights.type_as(h), chosen, w13, w2)
         return x
+
+
+class _ExpertRows:
+    """Experts of which one token visits a few, their products prepared."""
+
+    def __init__(self, experts: Experts) -> None:
+        self.w13 = [RowProduct(weight) for weight in experts.w13]
+        self.w2 = [RowProduct(weight) for weight in experts.w2]
+
+    def __call__(
+        self,
+        x: Float[Tensor, "1 d"],
+        weights: Float[Tensor, "1 k"],
+        experts: Int[Tensor, "1 k"],
+    ) -> Float[Tensor, "1 d"]:
+        chosen = experts[0].tolist()
+        gate, up = torch.cat([self.w13[e](x) for e in chosen]).chunk(2, dim=1)
+        rows = F.silu(gate).mul_(up).mul_(weights.T).split(1)
+        out = [self.w2[e](row) for e, row in zip(chosen, rows, strict=True)]
+        return torch.cat(out).sum(dim=0, keepdim=True)

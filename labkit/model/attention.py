@@ -9,12 +9,12 @@ attends over the latents as they lie in the cache. Both are the same function.
 from typing import Protocol, runtime_checkable
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Bool, Complex, Float
 from torch import Tensor, nn
 
 from labkit.config import GQAConfig, MLAConfig, ModelConfig
 from labkit.model.attention_core import attend
+from labkit.model.attention_shared import attend_shared
 from labkit.model.linear import Linear
 from labkit.model.norm import RMSNorm, compute_dtype
 from labkit.model.rope import rotate
@@ -142,13 +142,9 @@ class MLA(nn.Module):
             mask = causal_mask(seq_len, entries.shape[1], device=q.device)
         if mask is not None:
             mask = mask.unsqueeze(2).expand(-1, -1, n_heads, -1).flatten(1, 2)
-            mask = mask.unsqueeze(1)
         # All heads share keys and values, so heads are rows of queries to the kernel.
-        shared = entries.unsqueeze(1)
-        mixed = F.scaled_dot_product_attention(
-            q.unsqueeze(1), shared, shared, attn_mask=mask, scale=self.softmax_scale
-        )
-        mixed = mixed.squeeze(1)[..., : self.mla.kv_lora_rank]
+        mixed = attend_shared(q, entries, scale=self.softmax_scale, mask=mask)
+        mixed = mixed[..., : self.mla.kv_lora_rank]
         mixed = mixed.unflatten(1, (seq_len, n_heads)).flatten(0, 1)  # (bs, h, c)
         out = torch.bmm(mixed.transpose(0, 1), up_v.transpose(1, 2))  # (h, bs, u)
         return out.transpose(0, 1).unflatten(0, (batch, seq_len))

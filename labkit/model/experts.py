@@ -8,6 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from labkit.model.linear import has_halves, linear
 from labkit.model.norm import compute_dtype
 
 
@@ -147,20 +148,38 @@ def _sorted_weights(
 
 
 FEW_PAIRS = 16
-"""Most (token, choice) pairs whose experts are gathered when decoding."""
+"""Most (token, choice) pairs that are not worth sorting when decoding."""
 
 
-def gathered_experts(
+def pair_by_pair(
     x: Float[Tensor, "n d"],
     weights: Float[Tensor, "n k"],
     experts: Int[Tensor, "n k"],
     w13: Float[Tensor, "e f2 d"],
     w2: Float[Tensor, "e d f"],
 ) -> Float[Tensor, "n d"]:
-    """Return the weighted sum of experts for few tokens, without sorting them.
+    """Return the weighted sum of experts for few tokens, two products a pair."""
+    n_tokens, k = experts.shape
+    chosen = experts.flatten().tolist()
+    rows = [row for row in x.split(1) for _ in range(k)]
+    hidden = [linear(row, w13[e]) for row, e in zip(rows, chosen, strict=True)]
+    gate, up = torch.cat(hidden).chunk(2, dim=1)  # (p, f)
+    product = F.silu(gate).mul_(up).mul_(weights.reshape(-1, 1)).split(1)
+    out = [linear(row, w2[e]) for row, e in zip(product, chosen, strict=True)]
+    return torch.cat(out).view(n_tokens, k, -1).sum(dim=1)
 
-    Each pair's matrices are copied side by side for one batch of products. Of few
-    pairs hardly two share an expert, so nothing is lost but the copy.
+
+def all_pairs_at_once(
+    x: Float[Tensor, "n d"],
+    weights: Float[Tensor, "n k"],
+    experts: Int[Tensor, "n k"],
+    w13: Float[Tensor, "e f2 d"],
+    w2: Float[Tensor, "e d f"],
+) -> Float[Tensor, "n d"]:
+    """Return the same as `pair_by_pair`, from copies of the matrices side by side.
+
+    For dtypes and devices whose single products are slow to start: BF16 on a CPU was
+    measured to take 190 µs a layer instead of 280 for 4 experts of 256 x 128.
     """
     n_tokens, k = experts.shape
     chosen = experts.flatten()
@@ -191,7 +210,9 @@ class Experts(nn.Module):
         x, weights = x.to(dtype), weights.to(dtype)
         w13, w2 = self.w13.to(dtype), self.w2.to(dtype)
         if experts.numel() <= FEW_PAIRS and not torch.is_grad_enabled():
-            return gathered_experts(x, weights, experts, w13, w2)
+            is_row_fast = x.is_cpu and has_halves(w13[0])
+            few = pair_by_pair if is_row_fast else all_pairs_at_once
+            return few(x, weights, experts, w13, w2)
         multiple = block_multiple(x, experts.numel(), len(w13))
         plan = dispatch(experts, len(w13), multiple=multiple)
         return _SwiGLUExperts.apply(x, weights, w13, w2, plan)

@@ -1,10 +1,10 @@
 """The attention core: softmax(q·k · scale) v, by the kernel that serves the shape.
 
-On a CPU, causal attention of short or BF16 sequences runs here block by block: a few
-heads and queries at a time, so that their scores stay in the processor's cache, and
-never the keys after them. The backward pass computes the scores again instead of
-keeping an s × s matrix (FlashAttention-2, arXiv 2307.08691, section 3). Everything
-else goes to PyTorch's `scaled_dot_product_attention`.
+On a CPU, causal attention runs here block by block: a few heads and queries at a
+time, so that their scores stay in the processor's cache, and never the keys after
+them. The backward pass computes the scores again instead of keeping an s × s matrix
+(FlashAttention-2, arXiv 2307.08691, section 3). Everything else goes to PyTorch's
+`scaled_dot_product_attention`.
 """
 
 from collections.abc import Iterator
@@ -16,13 +16,10 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-BLOCK_BYTES = 4 << 20
-"""Scores computed at a time: about what the cores' own caches hold."""
+BLOCK_QUERIES = 128
 
-SHORT_SEQ = 512
-"""Longest FP32 sequence computed here: at 256 tokens PyTorch's kernel takes 3 times as
-long, at 2048 two thirds of the time. In BF16 it takes 1.6 to 3 times as long at both,
-for it multiplies tiles too small for the processor's BF16 instructions."""
+BLOCK_BYTES = 2 << 20
+"""Scores computed at a time: about what a core's cache holds."""
 
 
 def attend(
@@ -47,16 +44,11 @@ def attend(
         rows = q.squeeze(2).unflatten(1, (k.shape[1], -1))  # (b, g, r, q)
         return _padded_sdpa(rows, k, v, scale, mask).flatten(1, 2).unsqueeze(2)
     k, v = (_per_query_head(x, q.shape[1]) for x in (k, v))
-    if mask is None and _is_blockwise_faster(q):
+    if mask is None and q.device.type == "cpu":
         heads = q.shape[:2]
         out = _BlockwiseCausal.apply(*(x.flatten(0, 1) for x in (q, k, v)), scale)
         return out.unflatten(0, heads)
     return _padded_sdpa(q, k, v, scale, mask)
-
-
-def _is_blockwise_faster(q: Float[Tensor, "b h s q"]) -> bool:
-    is_bf16 = q.dtype == torch.bfloat16
-    return q.device.type == "cpu" and (is_bf16 or q.shape[2] <= SHORT_SEQ)
 
 
 def _per_query_head(
@@ -99,18 +91,13 @@ class _Block(NamedTuple):
     keys: slice
 
 
-def _block_size(seq_len: int) -> int:
-    """Return the queries of a block: fewer waste less on the diagonal."""
-    return min(seq_len, 128 if seq_len <= SHORT_SEQ else 256)
-
-
 def _blocks(q: Float[Tensor, "g s q"]) -> Iterator[_Block]:
     n_heads, seq_len, _ = q.shape
-    size = _block_size(seq_len)
-    group = min(max(BLOCK_BYTES // (size * seq_len * q.element_size()), 1), n_heads)
+    row_bytes = min(BLOCK_QUERIES, seq_len) * seq_len * q.element_size()
+    group = min(max(BLOCK_BYTES // row_bytes, 1), n_heads)
     for head in range(0, n_heads, group):
-        for query in range(0, seq_len, size):
-            end = min(query + size, seq_len)
+        for query in range(0, seq_len, BLOCK_QUERIES):
+            end = min(query + BLOCK_QUERIES, seq_len)
             heads = slice(head, min(head + group, n_heads))
             yield _Block(heads, slice(query, end), slice(0, end))
 
@@ -176,7 +163,7 @@ def _weights(q: Tensor, k_t: Tensor, future: Tensor, block: _Block) -> Tensor:
 
 def _future(q: Tensor) -> Tensor:
     """Return what to add to the scores of a block's queries with one another."""
-    size = _block_size(q.shape[1])
+    size = min(BLOCK_QUERIES, q.shape[1])
     return q.new_full((size, size), -torch.inf).triu_(1)
 
 

@@ -217,7 +217,7 @@ def test_causal_attention_and_its_gradients_are_those_of_the_whole_matrix(
 
 
 def test_gradients_of_causal_attention_pass_gradcheck_across_blocks(monkeypatch):
-    monkeypatch.setattr(core, "_block_size", lambda seq_len: min(seq_len, 2))
+    monkeypatch.setattr(core, "BLOCK_QUERIES", 2)
     inputs = [x[:1, :2] for x in random_heads(5, 3, 2, dtype=torch.float64)]
     inputs = [x.detach().requires_grad_() for x in inputs]
     torch.autograd.gradcheck(lambda *x: core.attend(*x, scale=0.7), inputs)

@@ -9,7 +9,9 @@ SMALL = 1 << 14
 """Values below which a weight is not worth sharing between cores."""
 
 
-def linear(x: Float[Tensor, "*b i"], weight: Float[Tensor, "o i"]) -> Tensor:
+def linear(
+    x: Float[Tensor, "*b i"], weight: Float[Tensor, "o i"]
+) -> Float[Tensor, "*b o"]:
     """Return `x` times the transposed weight, by the kernel that serves its shape."""
     if x.numel() == weight.shape[1] and x.is_cpu and has_halves(weight):
         halves = weight.view(2, -1, x.numel())

@@ -6,6 +6,7 @@ python -m labkit train --resume runs/small
 """
 
 import argparse
+import os
 import sys
 import textwrap
 from collections.abc import Callable
@@ -27,6 +28,9 @@ from labkit.training.windows import Windows
 
 BYTES_PER_PARAMETER = 16
 """FP32 weights, gradients and two moments."""
+
+MOST_THREADS = 1024
+"""Far beyond it, starting the threads exhausts the process and ends it."""
 
 RECIPE_OPTIONS = ("n_steps", "global_batch", "micro_batch", "seq_len", "lr", "seed")
 PROMPT = "def "
@@ -65,8 +69,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Train; on the first rank, print progress, validation loss and a sample."""
+    _check(options)
     if options.threads is not None:
-        torch.set_num_threads(max(options.threads, 1))
+        torch.set_num_threads(options.threads)
     with process_group() as ranks:
         try:
             _train(options, ranks)
@@ -74,6 +79,21 @@ def run(options: argparse.Namespace) -> int:
             print(f"labkit train: {error}", file=sys.stderr)
             return 1
     return 0
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Raise ValueError for what is wrong with the options alone."""
+    for name in ("corpus", "out", "resume"):
+        if getattr(options, name) == "":
+            raise ValueError(
+                f"--{name} must name a folder; got an empty name (an unset variable?). "
+                f"Give the folder, or leave --{name} out."
+            )
+    if options.threads is not None and not 1 <= options.threads <= MOST_THREADS:
+        raise ValueError(
+            f"--threads must lie between 1 and {MOST_THREADS}; got {options.threads}. "
+            f"This machine has {os.cpu_count()} processors."
+        )
 
 
 def _train(options: argparse.Namespace, ranks: Ranks) -> None:

@@ -1,5 +1,6 @@
 """How a model is trained: batch, optimizer, schedule, precision."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -94,16 +95,17 @@ class TrainConfig:
 
     def _check_rates(self) -> None:
         for name in ("lr", "min_lr", "eps", "grad_clip"):
-            if not getattr(self, name) > 0:
+            if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(
-                    f"{name} must be above 0; got {getattr(self, name)}. "
+                    f"{name} must be above 0 and finite; got {getattr(self, name)}. "
                     f"Set {name}={type(self).__dataclass_fields__[name].default}."
                 )
         not_negative = ["warmup_steps", "weight_decay", "bias_update_rate"]
         for name in [*not_negative, "mtp_final_scale"]:
-            if getattr(self, name) < 0:
+            if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(
-                    f"{name} must not be negative; got {getattr(self, name)}. "
+                    f"{name} must be finite and not negative; got "
+                    f"{getattr(self, name)}. "
                     f"Set {name}=0 to switch it off."
                 )
         if self.min_lr > self.lr:

@@ -5,6 +5,7 @@ slow a run down. Square matrix products are tried at several sizes and the best 
 The runs of all dtypes and sizes alternate, so that a busy moment befalls all alike.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from time import perf_counter
@@ -107,9 +108,9 @@ def measure(
         ValueError: no time is given, or float32, which the rest is compared with, is
             missing.
     """
-    if not seconds > 0:
+    if not 0 < seconds < math.inf:
         raise ValueError(
-            f"seconds must be above 0; got {seconds}. Set seconds=5 or so."
+            f"seconds must be above 0 and finite; got {seconds}. Set seconds=5 or so."
         )
     if "float32" not in dtypes:
         raise ValueError(

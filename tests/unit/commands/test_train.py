@@ -122,3 +122,21 @@ def test_a_folder_that_cannot_be_written_gives_status_1(train, tmp_path, capsys)
     (tmp_path / "run").write_text("a file in the way")
     assert train("--steps", "1") == 1
     assert "labkit train: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["corpus", "out", "resume"])
+def test_an_empty_folder_name_is_refused_and_not_a_default(option, capsys):
+    assert main(["train", f"--{option}", "", "--steps", "1"]) != 0
+    assert f"--{option} must name a folder; got an empty" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("threads", ["0", "-1", "99999999"])
+def test_threads_out_of_range_are_refused(train, threads, capsys):
+    assert train("--threads", threads) != 0
+    assert "--threads must lie between 1 and 1024" in capsys.readouterr().err
+
+
+def test_an_infinite_learning_rate_is_refused(train, tmp_path, capsys):
+    assert train("--lr", "inf") != 0
+    assert "lr must be above 0 and finite; got inf" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()

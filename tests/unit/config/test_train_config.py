@@ -36,26 +36,26 @@ BROKEN = [
     ),
     (
         {"lr": 0.0},
-        "lr must be above 0; got 0.0. Set lr=0.003.",
+        "lr must be above 0 and finite; got 0.0. Set lr=0.003.",
     ),
     (
         {"grad_clip": float("nan")},
-        "grad_clip must be above 0; got nan. Set grad_clip=1.0.",
+        "grad_clip must be above 0 and finite; got nan. Set grad_clip=1.0.",
     ),
     (
         {"weight_decay": -0.1},
-        "weight_decay must not be negative; got -0.1. Set weight_decay=0 to switch it "
-        "off.",
+        "weight_decay must be finite and not negative; got -0.1. Set "
+        "weight_decay=0 to switch it off.",
     ),
     (
         {"bias_update_rate": -1e-3},
-        "bias_update_rate must not be negative; got -0.001. Set bias_update_rate=0 to "
-        "switch it off.",
+        "bias_update_rate must be finite and not negative; got -0.001. Set "
+        "bias_update_rate=0 to switch it off.",
     ),
     (
         {"mtp_final_scale": -1.0},
-        "mtp_final_scale must not be negative; got -1.0. Set mtp_final_scale=0 to "
-        "switch it off.",
+        "mtp_final_scale must be finite and not negative; got -1.0. Set "
+        "mtp_final_scale=0 to switch it off.",
     ),
     (
         {"constant_fraction": 0.7, "cosine_fraction": 0.4, "final_fraction": 0.0},

@@ -120,7 +120,9 @@ def test_slow_and_fast_work_get_the_same_time(clock):
 def test_no_time_is_refused():
     with pytest.raises(ValueError) as caught:
         measure(seconds=0)
-    assert str(caught.value) == ("seconds must be above 0; got 0. Set seconds=5 or so.")
+    assert str(caught.value) == (
+        "seconds must be above 0 and finite; got 0. Set seconds=5 or so."
+    )
 
 
 def test_the_reference_dtype_is_needed():

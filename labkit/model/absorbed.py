@@ -22,7 +22,6 @@ from labkit.model.linear import Linear, RowProduct
 from labkit.model.mlp import MLP
 from labkit.model.moe import MoE, Router
 from labkit.model.norm import RMSNorm, unit_vector
-from labkit.model.rope import rotate
 from labkit.model.transformer import Block, MTPModule, Transformer
 
 PLAIN_BLOCKS = {Transformer, Block, MTPModule, nn.ModuleList}
@@ -81,7 +80,8 @@ class AbsorbedModel:
         self.eps = model.cfg.norm_eps
         self.gain = model.norm.weight.float()
         self.head = RowProduct(model.head.weight)
-        self.identity = torch.eye(model.cfg.attention.rope_dim)[None, None]
+        identity = torch.eye(model.cfg.attention.rope_dim)
+        self.basis = torch.view_as_complex(identity.unflatten(1, (-1, 2)))
         self.halves = [
             (
                 _Attention(layer.attn_norm, layer.attn),
@@ -96,8 +96,9 @@ class AbsorbedModel:
         """Return the logits after the token, as the model does."""
         model = self.model
         window = cache.reserve(1, 1)
-        # Rotating is linear: its matrix is what becomes of the identity.
-        rotation = rotate(self.identity, model.turns(window.positions))[0, 0]
+        # A rotation is linear: its matrix holds what becomes of the basis vectors.
+        turned = self.basis * model.turns(window.positions)
+        rotation = torch.view_as_real(turned).flatten(1)  # (p, p)
         x = model.embed(token)[0].float()
         for index, (attention, feed_forward) in enumerate(self.halves):
             x = x + attention(x, rotation, window.layer(index))
@@ -149,48 +150,37 @@ class _Attention:
 
 
 class _FeedForward:
-    """Norm and feed-forward network of one layer, with its residual."""
+    """Norm, experts and residual of one layer; all products of a row are alike.
+
+    A shared expert is one that every token visits, with weight 1, and so is a dense
+    network.
+    """
 
     def __init__(self, norm: RMSNorm, ffn: MLP | MoE) -> None:
         self.eps, self.gain = norm.eps, norm.weight.float()
-        self.dense = ffn if isinstance(ffn, MLP) else ffn.shared_experts
-        if self.dense is not None:
-            both = torch.cat((self.dense.w1.weight, self.dense.w3.weight))
-            self.w13, self.w2 = RowProduct(both), RowProduct(self.dense.w2.weight)
-        self.moe = ffn if isinstance(ffn, MoE) else None
+        self.router, always, experts = None, ffn, []
+        n_always = 1
         if isinstance(ffn, MoE):
-            self.gate = RowProduct(ffn.gate.weight)
-            self.experts = _ExpertRows(ffn.experts)
+            self.router, self.gate = ffn.gate, RowProduct(ffn.gate.weight)
+            experts = list(zip(ffn.experts.w13, ffn.experts.w2, strict=True))
+            always, n_always = ffn.shared_experts, ffn.gate.moe.n_shared_experts
+        if always is not None:
+            w1, w3 = (w.weight.chunk(n_always) for w in (always.w1, always.w3))
+            w13 = [torch.cat(both) for both in zip(w1, w3, strict=True)]
+            experts += zip(w13, always.w2.weight.chunk(n_always, dim=1), strict=True)
+        self.always = list(range(len(experts) - n_always, len(experts)))
+        self.w13 = [RowProduct(w13) for w13, _ in experts]
+        self.w2 = [RowProduct(w2) for _, w2 in experts]
 
     def __call__(self, x: Float[Tensor, "1 d"]) -> Float[Tensor, "1 d"]:
         h = unit_vector(x, self.eps).mul_(self.gain)
-        if self.dense is not None:
-            gate, up = self.w13(h).chunk(2, dim=1)
-            x = x + self.w2(F.silu(gate).mul_(up))
-        if self.moe is not None:
-            weights, chosen, _ = self.moe.gate.route(self.gate(h.float()))
-            if self.experts is not None:
-                return x + self.experts(h, weights, chosen)
-            w13, w2 = self.moe.experts.w13, self.moe.experts.w2
-            return x + all_pairs_at_once(h, weights.type_as(h), chosen, w13, w2)
-        return x
-
-
-class _ExpertRows:
-    """Experts of which one token visits a few, their products prepared."""
-
-    def __init__(self, experts: Experts) -> None:
-        self.w13 = [RowProduct(weight) for weight in experts.w13]
-        self.w2 = [RowProduct(weight) for weight in experts.w2]
-
-    def __call__(
-        self,
-        x: Float[Tensor, "1 d"],
-        weights: Float[Tensor, "1 k"],
-        experts: Int[Tensor, "1 k"],
-    ) -> Float[Tensor, "1 d"]:
-        chosen = experts[0].tolist()
-        gate, up = torch.cat([self.w13[e](x) for e in chosen]).chunk(2, dim=1)
-        rows = F.silu(gate).mul_(up).mul_(weights.T).split(1)
-        out = [self.w2[e](row) for e, row in zip(chosen, rows, strict=True)]
-        return torch.cat(out).sum(dim=0, keepdim=True)
+        visited, weights = self.always, None
+        if self.router is not None:
+            weights, chosen, _ = self.router.route(self.gate(h))
+            weights = F.pad(weights, (0, len(self.always)), value=1.0)
+            visited = chosen[0].tolist() + visited
+        gate, up = torch.cat([self.w13[e](h) for e in visited]).chunk(2, dim=1)
+        hidden = F.silu(gate).mul_(up)
+        rows = (hidden if weights is None else hidden.mul_(weights.T)).split(1)
+        out = [self.w2[e](row) for e, row in zip(visited, rows, strict=True)]
+        return torch.cat((x, *out)).sum(dim=0, keepdim=True)

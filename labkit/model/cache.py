@@ -171,8 +171,8 @@ class LatentCache:
         if start > 0 and end - start > 1:
             mask = _visible(positions.expand(self.batch, -1), end)
         # Views of all layers in one call: a slice per layer costs 2 µs each.
-        every = self.entries[:, :, :end].unbind()
-        fresh = self.entries[:, :, start:end].unbind()
+        every = self.entries.narrow(2, 0, end).unbind()
+        fresh = self.entries.narrow(2, start, end - start).unbind()
         layers = [_Sliced(*views, mask) for views in zip(every, fresh, strict=True)]
         return Window(self, positions, layers, ends)
 

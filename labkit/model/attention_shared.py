@@ -14,12 +14,12 @@ MANY_KEYS = 1024
 
 
 def attend_shared(
-    q: Float[Tensor, "b r w"],
+    q: Float[Tensor, "b rows w"],
     entries: Float[Tensor, "b t w"],
     *,
     scale: float,
-    mask: Bool[Tensor, "#b r t"] | None = None,
-) -> Float[Tensor, "b r w"]:
+    mask: Bool[Tensor, "#b rows t"] | None = None,
+) -> Float[Tensor, "b rows w"]:
     """Return softmax(q·entries · scale) entries; without a mask all keys are seen."""
     n_cores = torch.get_num_threads()
     is_alone = len(q) == 1 and mask is None and q.is_cpu
@@ -34,8 +34,8 @@ def attend_shared(
 
 
 def _attend_in_parts(
-    q: Float[Tensor, "1 r w"], entries: Float[Tensor, "1 t w"], scale: float, n: int
-) -> Float[Tensor, "1 r w"]:
+    q: Float[Tensor, "1 rows w"], entries: Float[Tensor, "1 t w"], scale: float, n: int
+) -> Float[Tensor, "1 rows w"]:
     """Return the attention from that over `n` equal parts of the keys, and the rest.
 
     PyTorch's kernel gives cores whole sequences and heads, and here is one. The sum
@@ -53,8 +53,8 @@ def _attend_in_parts(
 
 
 def _attend_with_sum(
-    q: Float[Tensor, "1 r w"], keys: Float[Tensor, "n 1 t w"], scale: float
-) -> tuple[Float[Tensor, "n 1 r w"], Float[Tensor, "n 1 r"]]:
+    q: Float[Tensor, "1 rows w"], keys: Float[Tensor, "n 1 t w"], scale: float
+) -> tuple[Float[Tensor, "n 1 rows w"], Float[Tensor, "n 1 rows"]]:
     """Return the attention over each part, and the logarithm of its weights' sum."""
     rows = q.unsqueeze(0).expand(len(keys), -1, -1, -1)
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(

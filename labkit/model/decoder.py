@@ -38,7 +38,7 @@ class Decoder:
         self.pending = self._choose_after(hidden, lengths)
         return self.pending
 
-    def step(self, n_wanted: int) -> Int[Tensor, "b r"]:
+    def step(self, n_wanted: int) -> Int[Tensor, "b new"]:
         """Return the next tokens of every sequence, at most `n_wanted`: here one."""
         logits = self._advance(self.pending, self.cache)
         self.n_forwards += 1

@@ -39,7 +39,7 @@ class Options(TypedDict, total=False):
 class Generation:
     """New tokens, and what they took."""
 
-    tokens: Int[Tensor, "b n"]
+    tokens: Int[Tensor, "b new"]
     """Without the prompt. A sequence that stopped early repeats the stop token."""
 
     lengths: tuple[int, ...]
@@ -112,20 +112,23 @@ def generate(
 
 def _continue(
     decoder: Decoder, first: Int[Tensor, "b 1"], n_wanted: int, stop: int | None
-) -> Int[Tensor, "b n"]:
+) -> Int[Tensor, "b new"]:
     parts, n_left = [first], n_wanted - 1
-    is_done = first.squeeze(1) == stop
-    while n_left > 0 and not (stop is not None and is_done.all()):
+    while n_left > 0 and not _have_all_stopped(parts, stop):
         parts.append(decoder.step(n_left))
         n_left -= parts[-1].shape[1]
-        if stop is not None:
-            is_done = is_done | (parts[-1] == stop).any(dim=1)
     return torch.cat(parts, dim=1)
 
 
+def _have_all_stopped(parts: list[Int[Tensor, "b _"]], stop: int | None) -> bool:
+    if stop is None:
+        return False
+    return bool((torch.cat(parts, dim=1) == stop).any(dim=1).all())
+
+
 def _cut(
-    tokens: Int[Tensor, "b n"], stop: int | None
-) -> tuple[Int[Tensor, "b n2"], tuple[int, ...]]:
+    tokens: Int[Tensor, "b new"], stop: int | None
+) -> tuple[Int[Tensor, "b shorter"], tuple[int, ...]]:
     """Return the tokens with all after a stop replaced by it, and their counts."""
     if stop is None:
         return tokens, (tokens.shape[1],) * len(tokens)

@@ -50,7 +50,7 @@ class Speculator(Decoder):
         self.news = self.model.norm(hidden), following, lengths - 1
         return self.pending
 
-    def step(self, n_wanted: int) -> Int[Tensor, "b r"]:
+    def step(self, n_wanted: int) -> Int[Tensor, "b new"]:
         n_drafts = min(len(self.model.mtp), n_wanted - 1)
         if n_drafts == 0:
             return super().step(n_wanted)
@@ -60,7 +60,7 @@ class Speculator(Decoder):
         self.pending = emitted[:, -1:]
         return emitted
 
-    def _verify(self, draft: Draft) -> Int[Tensor, "b r"]:
+    def _verify(self, draft: Draft) -> Int[Tensor, "b new"]:
         held = self.cache.lengths
         tokens = torch.cat((self.pending, draft.tokens), dim=1)
         hidden, _ = self.model.hidden(tokens, self.cache)
@@ -97,6 +97,10 @@ class Drafter:
         ]
         self.carried: list[Tensor | None] = [None for _ in model.mtp]
         """For each module, the input row (b, 1, d) that it must read again."""
+        self.inputs: list[Tensor] = []
+        """For each module, the rows (b, s, d) that it read last."""
+        self.ends: list[Tensor] = []
+        """For each module, how many of these rows are a sequence's own (b)."""
 
     def draft(
         self,
@@ -158,7 +162,7 @@ class Drafter:
 
 def accept(
     target: Float[Tensor, "b k1 v"], draft: Draft, sampler: Sampler
-) -> tuple[Int[Tensor, "b"], Int[Tensor, "b r"]]:
+) -> tuple[Int[Tensor, "b"], Int[Tensor, "b new"]]:
     """Return each sequence's count of accepted drafts, and the tokens all gain.
 
     A draft stays with probability min(1, target / draft). The first that does not is

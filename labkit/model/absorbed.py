@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from labkit.config import MLAConfig, ModelConfig
 from labkit.model.attention import MLA
-from labkit.model.attention_shared import attend_shared
+from labkit.model.attention_core import attend_shared
 from labkit.model.cache import LatentCache, LayerView
 from labkit.model.experts import Experts
 from labkit.model.linear import Linear, RowProduct

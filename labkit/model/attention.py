@@ -13,8 +13,7 @@ from jaxtyping import Bool, Complex, Float
 from torch import Tensor, nn
 
 from labkit.config import GQAConfig, MLAConfig, ModelConfig
-from labkit.model.attention_core import attend
-from labkit.model.attention_shared import attend_shared
+from labkit.model.attention_core import attend, attend_shared
 from labkit.model.linear import Linear
 from labkit.model.norm import RMSNorm, compute_dtype
 from labkit.model.rope import rotate

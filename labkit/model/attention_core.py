@@ -19,7 +19,10 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 BLOCK_QUERIES = 128
 
 BLOCK_BYTES = 2 << 20
-"""Scores computed at a time: about what a core's cache holds."""
+"""Scores computed at a time: about what the cores' caches hold. Twice that for long
+sequences, or too few heads are left for the cores to share."""
+
+SHORT_SEQ = 512
 
 
 def attend(
@@ -49,6 +52,26 @@ def attend(
         out = _BlockwiseCausal.apply(*(x.flatten(0, 1) for x in (q, k, v)), scale)
         return out.unflatten(0, heads)
     return _padded_sdpa(q, k, v, scale, mask)
+
+
+def attend_shared(
+    q: Float[Tensor, "b rows w"],
+    entries: Float[Tensor, "b t w"],
+    *,
+    scale: float,
+    mask: Bool[Tensor, "#b rows t"] | None = None,
+) -> Float[Tensor, "b rows w"]:
+    """Return softmax(q·entries · scale) entries; without a mask all keys are seen.
+
+    That is absorbed MLA: all heads of all new tokens are rows, and the cached entries
+    are keys and, in their first columns, values.
+    """
+    shared = entries.unsqueeze(1)
+    mask = None if mask is None else mask.unsqueeze(1)
+    out = F.scaled_dot_product_attention(
+        q.unsqueeze(1), shared, shared, attn_mask=mask, scale=scale
+    )
+    return out.squeeze(1)
 
 
 def _per_query_head(
@@ -92,13 +115,15 @@ class _Block(NamedTuple):
 
 
 def _blocks(q: Float[Tensor, "g s q"]) -> Iterator[_Block]:
+    """Yield the blocks of each group of heads, the last queries first."""
     n_heads, seq_len, _ = q.shape
     row_bytes = min(BLOCK_QUERIES, seq_len) * seq_len * q.element_size()
-    group = min(max(BLOCK_BYTES // row_bytes, 1), n_heads)
+    block_bytes = BLOCK_BYTES if seq_len <= SHORT_SEQ else 2 * BLOCK_BYTES
+    group = min(max(block_bytes // row_bytes, 1), n_heads)
     for head in range(0, n_heads, group):
-        for query in range(0, seq_len, BLOCK_QUERIES):
+        heads = slice(head, min(head + group, n_heads))
+        for query in reversed(range(0, seq_len, BLOCK_QUERIES)):
             end = min(query + BLOCK_QUERIES, seq_len)
-            heads = slice(head, min(head + group, n_heads))
             yield _Block(heads, slice(query, end), slice(0, end))
 
 
@@ -111,12 +136,12 @@ class _BlockwiseCausal(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(q, k, v)
         ctx.scale = scale
-        q, k_t = q * scale, k.transpose(1, 2)
+        k_t = k.transpose(1, 2)
         out = torch.empty_like(v, memory_format=torch.contiguous_format)
         future = _future(q)
         with _exact(q):
             for block in _blocks(q):
-                weights = _weights(q, k_t, future, block)
+                weights = _weights(q, k_t, scale, future, block)
                 out[block.heads, block.queries] = torch.bmm(
                     weights, v[block.heads, block.keys]
                 )
@@ -126,39 +151,51 @@ class _BlockwiseCausal(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         q, k, v = ctx.saved_tensors
-        q, k_t, v_t = q * ctx.scale, k.transpose(1, 2), v.transpose(1, 2)
+        scale, k_t, v_t = ctx.scale, k.transpose(1, 2), v.transpose(1, 2)
         grad_q = torch.empty_like(q)
         # Many blocks add to one key, so their sum is kept in FP32, transposed: a
         # product with the tall matrix of scores on its right is the faster one.
         exact = torch.promote_types(q.dtype, torch.float32)
-        grad_k_t = k_t.new_zeros(k_t.shape, dtype=exact)
-        grad_v_t = v_t.new_zeros(v_t.shape, dtype=exact)
+        grad_k_t = k_t.new_empty(k_t.shape, dtype=exact)
+        grad_v_t = v_t.new_empty(v_t.shape, dtype=exact)
         future = _future(q)
         with _exact(q):
             for block in _blocks(q):
                 heads, queries, keys = block
-                weights = _weights(q, k_t, future, block)
+                weights = _weights(q, k_t, scale, future, block)
                 grad_out = grad[heads, queries]
-                grad_v_t[heads, :, keys] += torch.bmm(grad_out.transpose(1, 2), weights)
+                to_v_t = torch.bmm(grad_out.transpose(1, 2), weights)
                 grad_weights = torch.bmm(grad_out, v_t[heads, :, keys])
                 grad_scores = torch.ops.aten._softmax_backward_data(
                     grad_weights, weights, -1, weights.dtype
                 )
-                grad_q[heads, queries] = torch.bmm(grad_scores, k[heads, keys])
-                grad_k_t[heads, :, keys] += torch.bmm(
-                    q[heads, queries].transpose(1, 2), grad_scores
-                )
+                grad_q[heads, queries] = _scaled_bmm(grad_scores, k[heads, keys], scale)
+                q_t = q[heads, queries].transpose(1, 2)
+                to_k_t = _scaled_bmm(q_t, grad_scores, scale)
+                if queries.stop == q.shape[1]:  # a group's first block sees all keys
+                    grad_v_t[heads], grad_k_t[heads] = to_v_t, to_k_t
+                else:
+                    grad_v_t[heads, :, keys] += to_v_t
+                    grad_k_t[heads, :, keys] += to_k_t
         grad_k, grad_v = grad_k_t.transpose(1, 2), grad_v_t.transpose(1, 2)
-        return grad_q.mul_(ctx.scale), grad_k.type_as(k), grad_v.type_as(v), None
+        return grad_q, grad_k.type_as(k), grad_v.type_as(v), None
 
 
-def _weights(q: Tensor, k_t: Tensor, future: Tensor, block: _Block) -> Tensor:
-    """Return the softmax of one block's scores; `q` is scaled already."""
+def _weights(
+    q: Tensor, k_t: Tensor, scale: float, future: Tensor, block: _Block
+) -> Tensor:
+    """Return the softmax of one block's scores."""
     heads, queries, keys = block
-    scores = torch.bmm(q[heads, queries], k_t[heads, :, keys])
+    scores = _scaled_bmm(q[heads, queries], k_t[heads, :, keys], scale)
     n_queries = queries.stop - queries.start
     scores[:, :, queries].add_(future[:n_queries, :n_queries])
     return torch.softmax(scores, dim=-1, out=scores)
+
+
+def _scaled_bmm(a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """Return the batch of products a b · scale, scaled as they are written."""
+    out = a.new_empty(a.shape[0], a.shape[1], b.shape[2])
+    return torch.baddbmm(out, a, b, beta=0, alpha=scale, out=out)
 
 
 def _future(q: Tensor) -> Tensor:

@@ -9,7 +9,8 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 def compute_dtype(x: Float[Tensor, "..."]) -> torch.dtype:
     """Return the dtype in which matrix products on `x` run: autocast's, or its own."""
-    if torch.is_autocast_enabled(x.device.type):
+    # Autocast does not know the meta device, and raises when asked about it.
+    if not x.is_meta and torch.is_autocast_enabled(x.device.type):
         return torch.get_autocast_dtype(x.device.type)
     return x.dtype
 
@@ -40,24 +41,30 @@ class _CpuRMSNorm(torch.autograd.Function):
     """RMS norm with its gradient in closed form, for devices without a fused one.
 
     PyTorch builds it there from single operations, at twice to three times the cost.
+    The two sums of the gradient are products of one matrix with a vector.
     """
 
     @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(
+        ctx: FunctionCtx, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype
+    ) -> Tensor:
         inverse = inverse_rms(x, eps)
         ctx.save_for_backward(x, weight, inverse)
-        return _scaled(x, inverse, weight)
+        return _scaled(x, inverse, weight).to(dtype)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         x, weight, inverse = ctx.saved_tensors
-        normed = x * inverse
-        grad_weight = (grad * normed).flatten(0, -2).sum(0)
-        grad_normed = grad * weight
-        along = (grad_normed * normed).mean(dim=-1, keepdim=True)
-        grad_x = torch.addcmul(grad_normed, normed, along, value=-1).mul_(inverse)
-        return grad_x.type_as(x), grad_weight.type_as(weight), None
+        exact = inverse.dtype
+        rows, grad_rows = x.flatten(0, -2).to(exact), grad.flatten(0, -2)  # (n, d)
+        inverse, gain = inverse.flatten(), weight.to(exact)
+        products = grad_rows * rows
+        grad_weight = torch.mv(products.T, inverse)
+        along = torch.mv(products, gain).mul_(inverse.pow(3)).div_(x.shape[-1])
+        grad_x = (grad_rows * gain).mul_(inverse.unsqueeze(-1))
+        grad_x.addcmul_(rows, along.unsqueeze(-1), value=-1)
+        return grad_x.view_as(x).type_as(x), grad_weight.type_as(weight), None, None
 
 
 class RMSNorm(nn.Module):
@@ -76,7 +83,7 @@ class RMSNorm(nn.Module):
             weight = self.weight.type_as(x)
             normed = F.rms_norm(x, weight.shape, weight, self.eps)
         elif torch.is_grad_enabled():
-            normed = _CpuRMSNorm.apply(x, self.weight, self.eps)
+            return _CpuRMSNorm.apply(x, self.weight, self.eps, compute_dtype(x))
         elif x.numel() == x.shape[-1]:
             normed = unit_vector(x, self.eps).mul_(self.weight)
         else:

@@ -79,5 +79,6 @@ def count_prompt(model: Transformer, n_tokens: int) -> PromptFlops:
     counter = FlopCounterMode(display=False)
     with counter:
         read_prompt(model, n_tokens)
-    pairs = counter.get_flop_counts()["Global"][torch.ops.aten.bmm]
+    counts = counter.get_flop_counts()["Global"]
+    pairs = counts[torch.ops.aten.bmm] + counts[torch.ops.aten.baddbmm]
     return PromptFlops(linear=counter.get_total_flops() - pairs, pairs=pairs)

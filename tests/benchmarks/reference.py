@@ -86,15 +86,29 @@ def medians(
     runs: dict[str, Callable[[], object]],
     n_rounds: int,
     clock: Callable[[], float] = time.perf_counter,
+    *,
+    n_repeats: int = 1,
 ) -> dict[str, float]:
-    """Return each run's median seconds; rounds alternate, after one warm-up."""
+    """Return each run's median seconds; they take turns, after one round of warm-up.
+
+    Args:
+        runs: what to time, by name.
+        n_rounds: turns of each.
+        clock: read before and after a run.
+        n_repeats: timed runs in a turn. With more than one, the first of a turn is
+            not timed: it finds the caches and the allocator as the others left them,
+            which the steps of a training run never do.
+    """
     times: dict[str, list[float]] = {name: [] for name in runs}
     for round_index in range(n_rounds + 1):
         for name, run in runs.items():
-            start = clock()
-            run()
-            if round_index:
-                times[name].append(clock() - start)
+            if n_repeats > 1:
+                run()
+            for _ in range(n_repeats if round_index else 1):
+                start = clock()
+                run()
+                if round_index:
+                    times[name].append(clock() - start)
     return {name: statistics.median(values) for name, values in times.items()}
 
 

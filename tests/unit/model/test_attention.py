@@ -234,6 +234,17 @@ def test_a_mask_decides_who_sees_whom(v_width):
     torch.testing.assert_close(out, expected, **CLOSE)
 
 
+@pytest.mark.parametrize("n_hidden", [0, 4])
+def test_heads_may_share_keys_that_are_their_values(n_hidden):
+    q, entries = 3 * torch.randn(2, 6, 10), torch.randn(2, 9, 10)
+    visible = torch.ones(2, 6, 9, dtype=torch.bool)
+    visible[..., :n_hidden] = False
+    out = core.attend_shared(q, entries, scale=0.3, mask=visible if n_hidden else None)
+    scores = (q.double() @ entries.double().mT * 0.3).masked_fill(~visible, -math.inf)
+    expected = (scores.softmax(dim=-1) @ entries.double()).float()
+    torch.testing.assert_close(out, expected, **CLOSE)
+
+
 def test_bf16_attention_is_within_its_rounding():
     q, k, v = random_heads(150, dtype=torch.bfloat16)
     out = core.attend(q, k, v, scale=0.7)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from labkit.config.checks import require_choice, require_whole
 from labkit.config.parts import AttentionConfig, MLAConfig, MoEConfig
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ def attention_params(attention: AttentionConfig, dim: int) -> int:
     >>> attention_params(v3, 7168)
     187107328
     """
+    require_whole({"dim": dim})
     n_heads = attention.n_heads
     output = n_heads * attention.v_head_dim * dim
     query_width = n_heads * attention.qk_head_dim
@@ -67,6 +69,7 @@ def ffn_params(dim: int, width: int) -> int:
     >>> ffn_params(7168, 2048)
     44040192
     """
+    require_whole({"dim": dim, "width": width})
     return 3 * dim * width
 
 
@@ -77,6 +80,7 @@ def router_params(moe: MoEConfig, dim: int) -> int:
     ...                         moe_inter_dim=2048), 7168)
     1835264
     """
+    require_whole({"dim": dim})
     return moe.n_routed_experts * (dim + moe.has_bias)
 
 
@@ -141,13 +145,9 @@ def kv_bytes_per_token(cfg: ModelConfig, dtype: str = "bfloat16") -> int:
     """Return the bytes of cache that one token keeps in all main layers.
 
     Raises:
-        ValueError: `dtype` is not a cache dtype.
+        ValueError: `dtype` does not name a cache dtype.
     """
-    if dtype not in CACHE_DTYPE_BYTES:
-        raise ValueError(
-            f"dtype must name a cache dtype; got {dtype!r}. "
-            f"Use one of {', '.join(CACHE_DTYPE_BYTES)}."
-        )
+    require_choice({"dtype": dtype}, tuple(CACHE_DTYPE_BYTES))
     return cfg.n_layers * cfg.attention.cache_width * CACHE_DTYPE_BYTES[dtype]
 
 
@@ -158,7 +158,11 @@ def attention_flops_per_token(
 
     A multiply-add counts 2. A causal token sees half the sequence on average;
     `seq_len / 2` is DeepSeek's convention (the exact mean is `(seq_len + 1) / 2`).
+
+    Raises:
+        ValueError: `seq_len` is not a whole number of at least 1.
     """
+    require_whole({"seq_len": seq_len})
     widths = cfg.attention.qk_head_dim + cfg.attention.v_head_dim
     flops = 2 * cfg.attention.n_heads * widths * seq_len * cfg.n_layers
     return flops // 2 if causal else flops
@@ -172,6 +176,9 @@ def flops_per_token(
     Matrix products of the main model only: 2 per active parameter forward, twice
     that backward; recompute and MTP are not included. Source: the formula that
     reproduces 250 GFLOP per token of "Insights into DeepSeek-V3", table 2.
+
+    Raises:
+        ValueError: `seq_len` is not a whole number of at least 1.
     """
     forward = 2 * n_active_params(cfg) + attention_flops_per_token(
         cfg, seq_len, causal=causal

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from labkit.config.checks import require_positive
+from labkit.config.checks import named, require_whole
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,7 +32,7 @@ class Layout:
     """Virtual pipeline stages per rank (interleaving)."""
 
     def __post_init__(self) -> None:
-        require_positive(self, ["pp", "dp", "tp", "ep", "cp", "vpp"])
+        require_whole(named(self, "pp", "dp", "tp", "ep", "cp", "vpp"))
         if (self.dp * self.cp * self.tp) % self.ep:
             raise ValueError(
                 "ep must divide dp * cp * tp, because experts are spread over the "
@@ -52,6 +52,7 @@ class Layout:
 
     def check_world(self, world_size: int) -> None:
         """Raise ValueError unless the layout takes exactly `world_size` ranks."""
+        require_whole({"world_size": world_size})
         if self.n_ranks == world_size:
             return
         message = (

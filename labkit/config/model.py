@@ -7,10 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from labkit.config import counts, huggingface
-from labkit.config.checks import require_positive
+from labkit.config import counts
+from labkit.config.checks import (
+    named,
+    require_above,
+    require_instance,
+    require_whole,
+)
+from labkit.config.hf_reading import read_hf
+from labkit.config.hf_writing import write_hf
 from labkit.config.parts import (
     AttentionConfig,
+    GQAConfig,
     MLAConfig,
     MoEConfig,
     MTPConfig,
@@ -54,20 +62,19 @@ class ModelConfig:
     """Standard deviation of initial weights (DeepSeek-V3, section 4.2)."""
 
     def __post_init__(self) -> None:
-        require_positive(
-            self, ["vocab_size", "dim", "n_layers", "inter_dim", "max_seq_len"]
-        )
-        if not 0 <= self.n_dense_layers <= self.n_layers:
+        sizes = ("vocab_size", "dim", "n_layers", "inter_dim", "max_seq_len")
+        require_whole(named(self, *sizes))
+        require_whole(named(self, "n_dense_layers"), at_least=0)
+        require_above(named(self, "norm_eps", "init_std"), 0)
+        require_instance(named(self, "attention"), MLAConfig, GQAConfig)
+        require_instance(named(self, "moe"), MoEConfig, optional=True)
+        require_instance(named(self, "rope"), RopeConfig)
+        require_instance(named(self, "mtp"), MTPConfig, optional=True)
+        if self.n_dense_layers > self.n_layers:
             raise ValueError(
                 f"n_dense_layers must lie between 0 and n_layers={self.n_layers}; "
                 f"got {self.n_dense_layers}. Set n_dense_layers={self.n_layers} or "
                 "less."
-            )
-        if self.norm_eps <= 0 or self.init_std <= 0:
-            name = "norm_eps" if self.norm_eps <= 0 else "init_std"
-            raise ValueError(
-                f"{name} must be above 0; got {getattr(self, name)}. "
-                "DeepSeek-V3 has norm_eps=1e-6 and init_std=0.006."
             )
 
     @property
@@ -150,9 +157,10 @@ class ModelConfig:
             source: the file, the folder that holds it, or its contents.
 
         Raises:
-            ValueError: not a DeepSeek-V2/V3 config, or a field missing or unusable.
+            ValueError: not a DeepSeek-V2/V3 config, a field missing or unusable, or
+                one that asks for what labkit does not compute.
         """
-        return cls(**huggingface.read(source))
+        return cls(**read_hf(source))
 
     def to_hf(self) -> dict[str, Any]:
         """Return the contents of a `config.json` that transformers reads.
@@ -160,14 +168,4 @@ class ModelConfig:
         Raises:
             ValueError: transformers' DeepSeek models cannot express this config.
         """
-        return huggingface.write(self)
-
-
-__all__ = [
-    "AttentionConfig",
-    "MLAConfig",
-    "MTPConfig",
-    "MoEConfig",
-    "ModelConfig",
-    "RopeConfig",
-]
+        return write_hf(self)

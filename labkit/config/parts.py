@@ -7,7 +7,14 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from labkit.config.checks import require_choice, require_positive
+from labkit.config.checks import (
+    named,
+    require_above,
+    require_at_least,
+    require_choice,
+    require_flag,
+    require_whole,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,10 +34,10 @@ class MLAConfig:
     v_head_dim: int = 128
 
     def __post_init__(self) -> None:
-        names = ["n_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"]
-        require_positive(self, [*names, "v_head_dim"])
+        widths = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        require_whole(named(self, "n_heads", *widths))
         if self.q_lora_rank is not None:
-            require_positive(self, ["q_lora_rank"])
+            require_whole(named(self, "q_lora_rank"))
         _require_even("qk_rope_head_dim", self.qk_rope_head_dim)
 
     @property
@@ -78,7 +85,7 @@ class GQAConfig:
     head_dim: int = 128
 
     def __post_init__(self) -> None:
-        require_positive(self, ["n_heads", "n_kv_heads", "head_dim"])
+        require_whole(named(self, "n_heads", "n_kv_heads", "head_dim"))
         _require_even("head_dim", self.head_dim)
         if self.n_heads % self.n_kv_heads:
             raise ValueError(
@@ -157,21 +164,18 @@ class MoEConfig:
     """Weight alpha of the sequence-wise balance loss (equations 17 to 20)."""
 
     def __post_init__(self) -> None:
-        names = ["n_routed_experts", "n_activated_experts", "moe_inter_dim"]
-        require_positive(self, [*names, "n_expert_groups", "n_limited_groups"])
-        require_choice(self, "score_func", ("sigmoid", "softmax"))
-        require_choice(self, "group_score", ("top2", "max"))
-        self._check_counts()
+        experts = ("n_routed_experts", "n_activated_experts", "moe_inter_dim")
+        require_whole(named(self, *experts, "n_expert_groups", "n_limited_groups"))
+        require_whole(named(self, "n_shared_experts"), at_least=0)
+        require_choice(named(self, "score_func"), ("sigmoid", "softmax"))
+        require_choice(named(self, "group_score"), ("top2", "max"))
+        require_flag(named(self, "has_bias", "norm_topk_prob"))
+        require_above(named(self, "route_scale"), 0)
+        require_at_least(named(self, "balance_loss_weight"), 0)
+        self._check_experts()
         self._check_groups()
 
-    def _check_counts(self) -> None:
-        if self.n_shared_experts < 0 or self.balance_loss_weight < 0:
-            is_weight = self.n_shared_experts >= 0
-            name = "balance_loss_weight" if is_weight else "n_shared_experts"
-            raise ValueError(
-                f"{name} must not be negative; got {getattr(self, name)}. "
-                f"Set {name}=0 to switch it off."
-            )
+    def _check_experts(self) -> None:
         if self.n_activated_experts > self.n_routed_experts:
             raise ValueError(
                 "n_activated_experts must be at most n_routed_experts; got "
@@ -228,13 +232,11 @@ class RopeConfig:
     """Softmax factor is m², m = 0.1 · mscale_all_dim · ln(rope_factor) + 1."""
 
     def __post_init__(self) -> None:
-        require_positive(self, ["original_seq_len"])
-        if self.rope_theta <= 1 or self.rope_factor < 1:
-            name = "rope_theta" if self.rope_theta <= 1 else "rope_factor"
-            raise ValueError(
-                f"{name} must be at least 1 (rope_theta above it); got "
-                f"{getattr(self, name)}. DeepSeek-V3 has 10000 and 40."
-            )
+        require_whole(named(self, "original_seq_len"))
+        require_above(named(self, "rope_theta"), 1)
+        require_at_least(named(self, "rope_factor"), 1)
+        require_above(named(self, "beta_fast", "beta_slow"), 0)
+        require_at_least(named(self, "mscale", "mscale_all_dim"), 0)
         if self.beta_fast <= self.beta_slow:
             raise ValueError(
                 "beta_fast must be above beta_slow, because fast dimensions keep "
@@ -254,12 +256,8 @@ class MTPConfig:
     """Weight lambda: 0.3 for the first 10T tokens of DeepSeek-V3, then 0.1."""
 
     def __post_init__(self) -> None:
-        require_positive(self, ["depth"])
-        if self.loss_weight < 0:
-            raise ValueError(
-                f"loss_weight must not be negative; got {self.loss_weight}. "
-                "Set loss_weight=0 to train without the MTP loss."
-            )
+        require_whole(named(self, "depth"))
+        require_at_least(named(self, "loss_weight"), 0)
 
 
 def _require_even(name: str, value: int) -> None:

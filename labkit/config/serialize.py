@@ -27,7 +27,20 @@ def model_from_dict(values: dict[str, Any]) -> ModelConfig:
     >>> from labkit.config import PRESETS
     >>> model_from_dict(model_to_dict(PRESETS["tiny"])) == PRESETS["tiny"]
     True
+
+    Raises:
+        ValueError: fields are missing, unknown or unusable.
     """
+    try:
+        return _model(values)
+    except (KeyError, TypeError) as error:
+        raise ValueError(
+            "a model must be described by the fields that model_to_dict writes; got "
+            f"others ({error}). Write it again with this version of labkit."
+        ) from error
+
+
+def _model(values: dict[str, Any]) -> ModelConfig:
     attention = dict(values["attention"])
     part = {"mla": MLAConfig, "gqa": GQAConfig}[attention.pop("kind")]
     moe, mtp = values["moe"], values["mtp"]

@@ -1,10 +1,16 @@
 """How a model is trained: batch, optimizer, schedule, precision."""
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
-from labkit.config.checks import require_choice, require_fraction, require_positive
+from labkit.config.checks import (
+    named,
+    require_above,
+    require_at_least,
+    require_choice,
+    require_fraction,
+    require_whole,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,13 +74,20 @@ class TrainConfig:
     """Compute dtype of matrix products; master weights are FP32 either way."""
 
     seed: int = 0
+    """Decides the order of windows; 0 up to 2**63 - 1."""
 
     def __post_init__(self) -> None:
-        require_positive(self, ["n_steps", "global_batch", "micro_batch", "seq_len"])
-        require_choice(self, "precision", ("fp32", "bf16"))
-        require_fraction(self, ["beta1", "beta2"])
+        sizes = ("n_steps", "global_batch", "micro_batch", "seq_len")
+        require_whole(named(self, *sizes))
+        require_choice(named(self, "precision"), ("fp32", "bf16"))
+        require_fraction(named(self, "beta1", "beta2"))
         self._check_phases()
         self._check_rates()
+        require_whole(named(self, "seed"), at_least=0)
+        if self.seed >= 2**63:
+            raise ValueError(
+                f"seed must be below 2**63; got {self.seed}. Set seed=0 or another."
+            )
         if self.global_batch % self.micro_batch:
             raise ValueError(
                 "micro_batch must divide global_batch; got "
@@ -83,9 +96,10 @@ class TrainConfig:
             )
 
     def _check_phases(self) -> None:
-        phases = ["constant_fraction", "cosine_fraction", "final_fraction"]
-        require_fraction(self, [*phases, "bias_freeze_fraction"])
-        total = sum(getattr(self, name) for name in phases)
+        phases = named(self, "constant_fraction", "cosine_fraction", "final_fraction")
+        require_fraction(phases | named(self, "bias_freeze_fraction"))
+        require_whole(named(self, "warmup_steps"), at_least=0)
+        total = sum(phases.values())
         if total > 1 + 1e-9:  # decimal fractions that sum to 1 may round above it
             raise ValueError(
                 "constant_fraction, cosine_fraction and final_fraction share the "
@@ -94,29 +108,21 @@ class TrainConfig:
             )
 
     def _check_rates(self) -> None:
-        for name in ("lr", "min_lr", "eps", "grad_clip"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(
-                    f"{name} must be above 0 and finite; got {getattr(self, name)}. "
-                    f"Set {name}={type(self).__dataclass_fields__[name].default}."
-                )
-        not_negative = ["warmup_steps", "weight_decay", "bias_update_rate"]
-        for name in [*not_negative, "mtp_final_scale"]:
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(
-                    f"{name} must be finite and not negative; got "
-                    f"{getattr(self, name)}. "
-                    f"Set {name}=0 to switch it off."
-                )
+        require_above(named(self, "lr", "min_lr", "eps", "grad_clip"), 0)
+        factors = ("weight_decay", "bias_update_rate", "mtp_final_scale")
+        require_at_least(named(self, *factors), 0)
         if self.min_lr > self.lr:
             raise ValueError(
                 f"min_lr must be at most lr; got {self.min_lr} and {self.lr}. "
                 f"Set min_lr={self.lr / 10:g}."
             )
-        if self.final_lr is not None and not 0 < self.final_lr <= self.min_lr:
+        if self.final_lr is None:
+            return
+        require_above(named(self, "final_lr"), 0)
+        if self.final_lr > self.min_lr:
             raise ValueError(
-                "final_lr must be above 0 and at most min_lr; got "
-                f"{self.final_lr} and {self.min_lr}. Set final_lr=None to keep min_lr."
+                f"final_lr must be at most min_lr; got {self.final_lr} and "
+                f"{self.min_lr}. Set final_lr=None to keep min_lr."
             )
 
     @property

@@ -2,7 +2,9 @@
 
 import dataclasses
 import re
+import typing
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -16,12 +18,23 @@ from labkit.config import (
     MoEConfig,
     MTPConfig,
     RopeConfig,
+    TrainConfig,
+    model_from_dict,
+    model_to_dict,
+)
+from labkit.config.counts import (
+    attention_flops_per_token,
+    attention_params,
+    ffn_params,
+    moe_params,
+    router_params,
 )
 
 MLA = MLAConfig(n_heads=4)
 GQA = GQAConfig(n_heads=8, n_kv_heads=2)
 MOE = MoEConfig(n_routed_experts=12, n_activated_experts=4, moe_inter_dim=8)
 TINY = PRESETS["tiny"]
+TRAIN = TrainConfig()
 
 BROKEN = [
     (
@@ -74,14 +87,25 @@ BROKEN = [
     (
         MOE,
         {"n_shared_experts": -1},
-        "n_shared_experts must not be negative; got -1. Set n_shared_experts=0 to "
-        "switch it off.",
+        "n_shared_experts must be a whole number of at least 0; got -1. Set "
+        "n_shared_experts to 0 or more.",
     ),
     (
         MOE,
         {"balance_loss_weight": -0.5},
-        "balance_loss_weight must not be negative; got -0.5. Set "
-        "balance_loss_weight=0 to switch it off.",
+        "balance_loss_weight must be at least 0 and finite; got -0.5. Set "
+        "balance_loss_weight to 0 or more.",
+    ),
+    (
+        MOE,
+        {"route_scale": float("nan")},
+        "route_scale must be above 0 and finite; got nan. Set route_scale to a number "
+        "above 0.",
+    ),
+    (
+        MOE,
+        {"has_bias": 1},
+        "has_bias must be True or False; got 1. Set has_bias to one of these.",
     ),
     (
         MOE,
@@ -110,14 +134,14 @@ BROKEN = [
     (
         RopeConfig(),
         {"rope_theta": 1.0},
-        "rope_theta must be at least 1 (rope_theta above it); got 1.0. DeepSeek-V3 has "
-        "10000 and 40.",
+        "rope_theta must be above 1 and finite; got 1.0. Set rope_theta to a number "
+        "above 1.",
     ),
     (
         RopeConfig(),
         {"rope_factor": 0.5},
-        "rope_factor must be at least 1 (rope_theta above it); got 0.5. DeepSeek-V3 "
-        "has 10000 and 40.",
+        "rope_factor must be at least 1 and finite; got 0.5. Set rope_factor to 1 or "
+        "more.",
     ),
     (
         RopeConfig(),
@@ -139,8 +163,8 @@ BROKEN = [
     (
         MTPConfig(),
         {"loss_weight": -0.1},
-        "loss_weight must not be negative; got -0.1. Set loss_weight=0 to train "
-        "without the MTP loss.",
+        "loss_weight must be at least 0 and finite; got -0.1. Set loss_weight to 0 or "
+        "more.",
     ),
     (
         TINY,
@@ -157,14 +181,32 @@ BROKEN = [
     (
         TINY,
         {"norm_eps": 0.0},
-        "norm_eps must be above 0; got 0.0. DeepSeek-V3 has norm_eps=1e-6 and "
-        "init_std=0.006.",
+        "norm_eps must be above 0 and finite; got 0.0. Set norm_eps to a number above "
+        "0.",
     ),
     (
         TINY,
         {"init_std": -1.0},
-        "init_std must be above 0; got -1.0. DeepSeek-V3 has norm_eps=1e-6 and "
-        "init_std=0.006.",
+        "init_std must be above 0 and finite; got -1.0. Set init_std to a number above "
+        "0.",
+    ),
+    (
+        TINY,
+        {"n_dense_layers": 2.0},
+        "n_dense_layers must be a whole number of at least 0; got 2.0. Set "
+        "n_dense_layers to 0 or more.",
+    ),
+    (
+        TINY,
+        {"moe": 3},
+        "moe must be of type MoEConfig or None; got 3. Build it first: "
+        "moe=MoEConfig(...).",
+    ),
+    (
+        TINY,
+        {"rope": None},
+        "rope must be of type RopeConfig; got None. Build it first: "
+        "rope=RopeConfig(...).",
     ),
     (
         Layout(),
@@ -203,13 +245,103 @@ def test_where_the_fix_is_an_assignment_it_works(unchecked, valid, change):
         assert getattr(fixed, fix[1]) == int(fix[2])
 
 
-def test_an_unknown_cache_dtype_is_answered_with_the_known_ones():
+WRONG = {
+    int: [True, 2.0, "2", -1, float("nan"), float("inf")],
+    float: [True, "1.0", -1.0, float("nan"), float("inf"), 10**400],
+    bool: [0, 1, "true"],
+    str: ["other", 3, ["mla"]],
+}
+"""By the type of a field, values that it must refuse; None comes on top."""
+
+EVERY_FIELD = [
+    pytest.param(config, field.name, id=f"{type(config).__name__}-{field.name}")
+    for config in [TINY, MLA, GQA, MOE, RopeConfig(), MTPConfig(), Layout(), TRAIN]
+    for field in dataclasses.fields(config)
+]
+
+
+def wrong_values(hint) -> list:
+    """Return what a field of this type must refuse; a part is refused any number."""
+    is_literal = typing.get_origin(hint) is typing.Literal
+    kinds = [str] if is_literal else typing.get_args(hint) or [hint]
+    absent = [] if type(None) in kinds else [None]
+    kind = next(kind for kind in kinds if kind is not type(None))
+    return WRONG.get(kind, [3, {}, "mla"]) + absent
+
+
+@pytest.mark.parametrize(("config", "name"), EVERY_FIELD)
+def test_every_field_refuses_other_types_and_what_is_not_finite(
+    unchecked, config, name
+):
+    hint = typing.get_type_hints(type(config))[name]
+
+    for value in wrong_values(hint):
+        with pytest.raises(ValueError) as caught:
+            replace(config, **{name: value})
+        message = str(caught.value)
+        assert message.startswith(f"{name} must be ")
+        assert f"; got {value!r}. " in message
+
+
+@pytest.mark.parametrize("seq_len", [-1, 0, 4096.0, True, None, float("nan")])
+def test_flops_of_no_sequence_are_refused(unchecked, seq_len):
+    for answer in (TINY.flops_per_token, partial(attention_flops_per_token, TINY)):
+        with pytest.raises(ValueError) as caught:
+            answer(seq_len)
+        assert str(caught.value) == (
+            f"seq_len must be a whole number of at least 1; got {seq_len!r}. Set "
+            "seq_len to 1 or more."
+        )
+
+
+@pytest.mark.parametrize(
+    ("count", "name"),
+    [
+        (lambda: attention_params(MLA, 0), "dim"),
+        (lambda: router_params(MOE, -1), "dim"),
+        (lambda: moe_params(MOE, 2.0), "dim"),
+        (lambda: ffn_params(True, 8), "dim"),
+        (lambda: ffn_params(8, -8), "width"),
+        (lambda: Layout().check_world(0), "world_size"),
+    ],
+)
+def test_counts_of_nothing_are_refused(unchecked, count, name):
+    with pytest.raises(ValueError, match=f"^{name} must be a whole number of at least"):
+        count()
+
+
+@pytest.mark.parametrize("dtype", ["int3", None, ["bfloat16"]])
+def test_an_unknown_cache_dtype_is_answered_with_the_known_ones(unchecked, dtype):
     with pytest.raises(ValueError) as caught:
-        TINY.kv_bytes_per_token("int3")
+        TINY.kv_bytes_per_token(dtype)
     assert str(caught.value) == (
-        "dtype must name a cache dtype; got 'int3'. Use one of float32, bfloat16, "
-        "float16."
+        f"dtype must be one of 'float32', 'bfloat16', 'float16'; got {dtype!r}. Set "
+        "dtype='float32' or another of these."
     )
+
+
+DESCRIBED = model_to_dict(TINY)
+
+
+@pytest.mark.parametrize(
+    ("values", "fault"),
+    [
+        ({name: DESCRIBED[name] for name in DESCRIBED if name != "moe"}, "'moe'"),
+        (DESCRIBED | {"width": 3}, "unexpected keyword argument 'width'"),
+        (DESCRIBED | {"rope": 3}, "must be a mapping, not int"),
+        (DESCRIBED | {"attention": {"kind": "nsa"}}, "'nsa'"),
+        (3, "'int' object is not subscriptable"),
+    ],
+)
+def test_a_description_of_another_model_is_refused(unchecked, values, fault):
+    with pytest.raises(ValueError) as caught:
+        model_from_dict(values)
+    message = str(caught.value)
+    assert message.startswith(
+        "a model must be described by the fields that model_to_dict writes; got others"
+    )
+    assert fault in message
+    assert message.endswith("Write it again with this version of labkit.")
 
 
 @pytest.mark.parametrize("config", [TINY, MLA, GQA, MOE, RopeConfig(), Layout()])

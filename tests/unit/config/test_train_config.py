@@ -26,36 +26,37 @@ BROKEN = [
     ),
     (
         {"beta2": 1.0},
-        "beta2 must be at least 0 and below 1; got 1.0. Set beta2 to a value in [0, "
+        "beta2 must be at least 0 and below 1; got 1.0. Set beta2 to a number in [0, "
         "1).",
     ),
     (
         {"constant_fraction": -0.1},
         "constant_fraction must be at least 0 and below 1; got -0.1. Set "
-        "constant_fraction to a value in [0, 1).",
+        "constant_fraction to a number in [0, 1).",
     ),
     (
         {"lr": 0.0},
-        "lr must be above 0 and finite; got 0.0. Set lr=0.003.",
+        "lr must be above 0 and finite; got 0.0. Set lr to a number above 0.",
     ),
     (
         {"grad_clip": float("nan")},
-        "grad_clip must be above 0 and finite; got nan. Set grad_clip=1.0.",
+        "grad_clip must be above 0 and finite; got nan. Set grad_clip to a number "
+        "above 0.",
     ),
     (
         {"weight_decay": -0.1},
-        "weight_decay must be finite and not negative; got -0.1. Set "
-        "weight_decay=0 to switch it off.",
+        "weight_decay must be at least 0 and finite; got -0.1. Set "
+        "weight_decay to 0 or more.",
     ),
     (
         {"bias_update_rate": -1e-3},
-        "bias_update_rate must be finite and not negative; got -0.001. Set "
-        "bias_update_rate=0 to switch it off.",
+        "bias_update_rate must be at least 0 and finite; got -0.001. Set "
+        "bias_update_rate to 0 or more.",
     ),
     (
         {"mtp_final_scale": -1.0},
-        "mtp_final_scale must be finite and not negative; got -1.0. Set "
-        "mtp_final_scale=0 to switch it off.",
+        "mtp_final_scale must be at least 0 and finite; got -1.0. Set "
+        "mtp_final_scale to 0 or more.",
     ),
     (
         {"constant_fraction": 0.7, "cosine_fraction": 0.4, "final_fraction": 0.0},
@@ -64,8 +65,26 @@ BROKEN = [
     ),
     (
         {"min_lr": 1e-4, "final_lr": 1e-3},
-        "final_lr must be above 0 and at most min_lr; got 0.001 and 0.0001. Set "
-        "final_lr=None to keep min_lr.",
+        "final_lr must be at most min_lr; got 0.001 and 0.0001. Set final_lr=None to "
+        "keep min_lr.",
+    ),
+    (
+        {"final_lr": 0.0},
+        "final_lr must be above 0 and finite; got 0.0. Set final_lr to a number above "
+        "0.",
+    ),
+    (
+        {"warmup_steps": 2.5},
+        "warmup_steps must be a whole number of at least 0; got 2.5. Set warmup_steps "
+        "to 0 or more.",
+    ),
+    (
+        {"seed": -1},
+        "seed must be a whole number of at least 0; got -1. Set seed to 0 or more.",
+    ),
+    (
+        {"seed": 2**63},
+        "seed must be below 2**63; got 9223372036854775808. Set seed=0 or another.",
     ),
     (
         {"lr": 1e-4, "min_lr": 1e-3},

@@ -122,7 +122,9 @@ def passes_check() -> bool:
     """Return whether `.venv` starts, and every package in it has all its files."""
     if not PYTHON.exists():
         return False
-    return subprocess.run([PYTHON, "-c", CHECK], capture_output=True).returncode == 0
+    # Isolated, or it would ask for files that the checkout had at the last build.
+    command = [PYTHON, "-I", "-c", CHECK]
+    return subprocess.run(command, capture_output=True).returncode == 0
 
 
 def install(torch_index: str) -> None:

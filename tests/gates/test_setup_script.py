@@ -92,6 +92,17 @@ def test_a_half_unpacked_package_is_noticed(setup):
     assert not setup.passes_check()
 
 
+def test_a_file_renamed_in_the_checkout_breaks_nothing(setup, monkeypatch, tmp_path):
+    venv.create(setup.VENV, with_pip=True)
+    built = tmp_path / "labkit.egg-info"
+    built.mkdir()
+    (built / "PKG-INFO").write_text("Name: labkit\nVersion: 0\n")
+    (built / "SOURCES.txt").write_text("labkit/old_name.py\n")
+    monkeypatch.chdir(tmp_path)
+
+    assert setup.passes_check()
+
+
 def test_a_broken_environment_is_made_anew(setup, monkeypatch):
     setup.VENV.mkdir()
     setup.STAMP.write_text(setup.stamp())

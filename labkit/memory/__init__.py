@@ -2,5 +2,6 @@
 
 from labkit.memory.allocations import AllocationCount, Event
 from labkit.memory.heap import first_fit_bytes
+from labkit.memory.report import Instant, MemoryReport
 
-__all__ = ["AllocationCount", "Event", "first_fit_bytes"]
+__all__ = ["AllocationCount", "Event", "Instant", "MemoryReport", "first_fit_bytes"]

@@ -15,8 +15,14 @@ from jaxtyping import Shaped
 from torch import Tensor
 
 from labkit.config import ModelConfig
+from labkit.config.checks import require_whole
 from labkit.model.checkpoint_check import check_tensors
-from labkit.model.checkpoint_files import Archive, open_archive, write_folder
+from labkit.model.checkpoint_files import (
+    FLOATS,
+    Archive,
+    open_archive,
+    write_folder,
+)
 from labkit.model.checkpoint_fp8 import (
     QUANTIZATION,
     SCALE_SUFFIX,
@@ -43,7 +49,8 @@ def load_hf(
 
     Args:
         folder: `config.json`, and safetensors files with or without an index.
-        dtype: of parameters; None takes that of the stored embedding.
+        dtype: of parameters; None takes that of the stored embedding, or BF16 if that
+            is in FP8.
         device: where the model goes.
         mtp: False leaves MTP modules out. True loads them; if the config promises
             some and the files hold none, as when transformers has saved the model,
@@ -53,12 +60,13 @@ def load_hf(
         ValueError: the files are no safetensors, are damaged or missing, or hold
             other tensors than the config asks for: those are named.
     """
-    folder = Path(folder)
-    if not folder.is_dir():
+    if folder == "" or not Path(folder).is_dir():
         raise ValueError(
             "a checkpoint is a folder of config.json and safetensors files; "
-            f"{folder} is none. Give the folder of the downloaded model."
+            f"{folder or 'an empty name'} is none. "
+            "Give the folder of the downloaded model."
         )
+    folder = Path(folder)
     cfg = ModelConfig.from_hf(folder)
     _check_quantization(folder)
     with open_archive(folder) as archive:
@@ -74,8 +82,13 @@ def load_hf(
 
 def _check_quantization(folder: Path) -> None:
     hf = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    found = hf.get("quantization_config") or QUANTIZATION
-    for key in ("quant_method", "weight_block_size"):
+    found = hf.get("quantization_config")
+    if found is None:
+        return
+    if not isinstance(found, dict):
+        found = {"quant_method": found}
+    found = {"fmt": QUANTIZATION["fmt"]} | found  # some leave it out
+    for key in ("quant_method", "fmt", "weight_block_size"):
         if found.get(key) != QUANTIZATION[key]:
             raise ValueError(
                 f"{key} must be {QUANTIZATION[key]!r}, as in DeepSeek's FP8 releases; "
@@ -112,7 +125,7 @@ def _targets(model: Transformer, stored: set[str]) -> dict[str, Place]:
 
 def _embedding_dtype(archive: Archive, targets: dict[str, Place]) -> torch.dtype:
     names = {place.parameter: name for name, place in targets.items()}
-    return archive.dtype(names["embed.weight"])
+    return FLOATS.get(archive.dtype(names["embed.weight"]), torch.bfloat16)
 
 
 def _fill(model: Transformer, archive: Archive, targets: dict[str, Place]) -> None:
@@ -146,11 +159,7 @@ def save_hf(
         ValueError: the format cannot express the model.
         OSError: the files could not be written; what was there before is intact.
     """
-    if max_shard_bytes < 1:
-        raise ValueError(
-            f"max_shard_bytes must be at least 1; got {max_shard_bytes}. "
-            "Set max_shard_bytes=5_000_000_000."
-        )
+    require_whole({"max_shard_bytes": max_shard_bytes})
     dtype = torch.bfloat16 if fp8 else model.embed.weight.dtype
     config = model.cfg.to_hf() | {"dtype": str(dtype).removeprefix("torch.")}
     if fp8:

@@ -4,8 +4,13 @@ from pathlib import Path
 
 import torch
 
-from labkit.model.checkpoint_files import Archive, named
-from labkit.model.checkpoint_fp8 import SCALE_SUFFIX, scale_shape
+from labkit.model.checkpoint_files import FLOATS, Archive, named
+from labkit.model.checkpoint_fp8 import (
+    SCALE_SUFFIX,
+    STORED_SCALES,
+    STORED_VALUES,
+    scale_shape,
+)
 from labkit.model.checkpoint_names import Place, shared_copies
 from labkit.model.transformer import Transformer
 
@@ -36,9 +41,12 @@ def check_tensors(
     expected |= {
         name + SCALE_SUFFIX: scale_shape(shape)
         for name, shape in expected.items()
-        if name in stored and archive.dtype(name) == torch.float8_e4m3fn
+        if name in stored and _has_scales(archive.dtype(name), shape)
     }
-    copies = {n: o for n, o in shared_copies(model.cfg).items() if n not in targets}
+    shared = shared_copies(model.cfg)
+    copies = {copy: o for copy, o in shared.items() if copy not in targets}
+    # Where only copies are stored, the first of them is read for the original.
+    originals = {o: copy for copy, o in shared.items() if copy in targets}
     extra = stored - expected.keys() - copies.keys()
     wrong = [n for n in expected if n in stored and archive.shape(n) != expected[n]]
     faults = {
@@ -48,10 +56,16 @@ def check_tensors(
             f"{name} {archive.shape(name)} instead of {expected[name]}"
             for name in wrong
         ],
+        "of a dtype that is not read here": [
+            f"{name} {archive.dtype(name)}"
+            for name, shape in expected.items()
+            if name in stored and not _is_readable(name, archive.dtype(name), shape)
+        ],
         "unlike the shared weight": [
             copy
             for copy, original in copies.items()
-            if copy in stored and not _is_equal(archive, copy, original)
+            if copy in stored
+            and not _is_equal(archive, copy, originals.get(original, original))
         ],
     }
     if any(faults.values()):
@@ -63,8 +77,23 @@ def _is_idle(archive: Archive, name: str) -> bool:
     return name.endswith(DERIVED) or 0 in archive.shape(name)
 
 
+def _has_scales(dtype: str, shape: Shape) -> bool:
+    return dtype == STORED_VALUES and len(shape) == 2
+
+
+def _is_readable(name: str, dtype: str, shape: Shape) -> bool:
+    if name.endswith(SCALE_SUFFIX):
+        return dtype in FLOATS or dtype == STORED_SCALES
+    return dtype in FLOATS or _has_scales(dtype, shape)
+
+
 def _is_equal(archive: Archive, copy: str, original: str) -> bool:
-    return torch.equal(archive.read(copy), archive.read(original))
+    names = copy, original
+    if len({(archive.dtype(name), archive.shape(name)) for name in names}) > 1:
+        return False
+    # As bytes, because FP8 values are not compared.
+    ours, theirs = (archive.read(name).flatten().view(torch.uint8) for name in names)
+    return torch.equal(ours, theirs)
 
 
 def _message(folder: Path, faults: dict[str, list[str]]) -> str:

@@ -18,6 +18,14 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
+FLOATS = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+"""Dtypes of unquantised weights, by safetensors' name."""
+
 Tensors = dict[str, Shaped[Tensor, "..."]]
 
 
@@ -34,8 +42,9 @@ class Archive:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._file[name].get_slice(name).get_shape())
 
-    def dtype(self, name: str) -> torch.dtype:
-        return self._file[name].get_slice(name)[:0].dtype
+    def dtype(self, name: str) -> str:
+        """Return safetensors' name of a tensor's dtype."""
+        return self._file[name].get_slice(name).get_dtype()
 
     def read(self, name: str) -> Shaped[Tensor, "..."]:
         return self._file[name].get_tensor(name)
@@ -87,12 +96,22 @@ def _weight_files(folder: Path) -> list[Path]:
 
 def _indexed_files(index: Path) -> set[str]:
     try:
-        return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (json.JSONDecodeError, KeyError) as error:
+        contents = json.loads(index.read_text(encoding="utf-8"))
+    except ValueError:  # what is no UTF-8 raises one, too
+        contents = None
+    weight_map = contents.get("weight_map") if isinstance(contents, dict) else None
+    files = weight_map.values() if isinstance(weight_map, dict) else [None]
+    if not all(isinstance(file, str) for file in files):
         raise ValueError(
-            f"{index} must be JSON with a weight_map from tensors to files; it is not "
-            f"({error!r}). Download it again."
-        ) from error
+            f"{index} must be JSON with a weight_map from tensors to files; it is not. "
+            "Download it again."
+        )
+    if elsewhere := sorted({file for file in files if file != Path(file).name}):
+        raise ValueError(
+            f"{index} must name files beside it, by their names alone; got "
+            f"{named(elsewhere)}. Take the index that was published with the weights."
+        )
+    return set(files)
 
 
 def named(names: Iterable[str], *, limit: int = 20) -> str:

@@ -3,6 +3,9 @@
 A block is 128 × 128; those at the right and lower edge may be smaller. The stored
 `weight_scale_inv` is, in spite of its name, the factor that turns stored values back
 into weights (DeepSeek-V3, section 3.3, and the README of its weights).
+
+Written and read on CPUs only so far: on a GPU, where `load_hf` with a device
+dequantises, and `save_hf` quantises a model that is there, it was not run.
 """
 
 import torch
@@ -16,6 +19,9 @@ BLOCK = 128
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 SCALE_SUFFIX = "_scale_inv"
+
+STORED_VALUES, STORED_SCALES = "F8_E4M3", "F8_E8M0"
+"""safetensors' names of FP8 dtypes; scales may be floats of any width, too."""
 
 UNQUANTIZED = ("embed_tokens", "lm_head", "shared_head", "gate", "eh_proj")
 """Matrices that stay in BF16, by a word of their name."""

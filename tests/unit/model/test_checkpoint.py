@@ -1,6 +1,5 @@
 """Published checkpoints: names, dtypes, MTP, and what is said of wrong ones."""
 
-import json
 import logging
 import weakref
 from dataclasses import replace
@@ -90,14 +89,6 @@ def assert_same_weights(model, other):
         assert tensor.dtype == found[name].dtype, name
 
 
-def edit(folder, change):
-    """Apply `change` to the tensors of a folder with a single file."""
-    path = folder / "model.safetensors"
-    tensors = load_file(path)
-    change(tensors)
-    save_file(tensors, path)
-
-
 def test_the_published_names_and_shapes_are_written(tmp_path):
     save_hf(random_model(), tmp_path)
     stored = load_file(tmp_path / "model.safetensors")
@@ -167,7 +158,7 @@ def test_parameters_take_the_dtype_that_is_asked_for_but_biases_stay_fp32(tmp_pa
         assert torch.equal(ours.bias, theirs.bias)
 
 
-def test_experts_stacked_as_transformers_holds_them_are_read(tmp_path):
+def test_experts_stacked_as_transformers_holds_them_are_read(tmp_path, edit):
     model = random_model()
     save_hf(model, tmp_path)
 
@@ -180,11 +171,13 @@ def test_experts_stacked_as_transformers_holds_them_are_read(tmp_path):
             tensors[f"{layer}.gate_up_proj"] = torch.cat((gate, up), dim=1)
             tensors[f"{layer}.down_proj"] = down
 
-    edit(tmp_path, stack)
+    edit(stack)
     assert_same_weights(model, load_hf(tmp_path))
 
 
-def test_tables_that_follow_from_the_config_and_empty_tensors_are_ignored(tmp_path):
+def test_tables_that_follow_from_the_config_and_empty_tensors_are_ignored(
+    tmp_path, edit
+):
     model = random_model()
     save_hf(model, tmp_path)
 
@@ -192,7 +185,7 @@ def test_tables_that_follow_from_the_config_and_empty_tensors_are_ignored(tmp_pa
         tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(1)
         tensors["model.layers.1.mlp.old_experts.up_proj.weight"] = torch.ones(0, 6)
 
-    edit(tmp_path, add)
+    edit(add)
     assert_same_weights(model, load_hf(tmp_path))
 
 
@@ -205,11 +198,9 @@ def test_mtp_false_leaves_the_mtp_layers_out(tmp_path):
     assert torch.equal(loaded(tokens), model(tokens))
 
 
-def test_a_promise_of_mtp_that_the_files_break_is_logged(tmp_path, caplog):
+def test_a_promise_of_mtp_that_the_files_break_is_logged(tmp_path, caplog, edit_config):
     save_hf(random_model(WITHOUT_MTP), tmp_path)
-    path = tmp_path / "config.json"
-    config = json.loads(path.read_text()) | {"num_nextn_predict_layers": 1}
-    path.write_text(json.dumps(config))
+    edit_config(num_nextn_predict_layers=1)
     with caplog.at_level(logging.WARNING):
         loaded = load_hf(tmp_path)
     assert loaded.cfg == WITHOUT_MTP
@@ -219,39 +210,35 @@ def test_a_promise_of_mtp_that_the_files_break_is_logged(tmp_path, caplog):
     ]
 
 
-def test_stored_copies_serve_where_embedding_and_head_are_lacking(tmp_path):
-    model = random_model()
+COPIES = (
+    "model.layers.2.embed_tokens.weight",
+    "model.layers.2.shared_head.head.weight",
+)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize(
+    "lacking",
+    [COPIES, ("model.embed_tokens.weight", "lm_head.weight")],
+    ids=["copies", "originals"],
+)
+def test_embedding_and_head_may_be_stored_once(tmp_path, edit, lacking, depth):
+    model = random_model(replace(CONFIG, mtp=MTPConfig(depth=depth)))
     save_hf(model, tmp_path)
-
-    def drop(tensors):
-        del tensors["model.embed_tokens.weight"], tensors["lm_head.weight"]
-
-    edit(tmp_path, drop)
+    edit(lambda tensors: [tensors.pop(name) for name in lacking])
     assert_same_weights(model, load_hf(tmp_path))
 
 
-def test_mtp_layers_need_no_copies(tmp_path):
-    model = random_model()
-    save_hf(model, tmp_path)
-
-    def drop(tensors):
-        del tensors["model.layers.2.embed_tokens.weight"]
-        del tensors["model.layers.2.shared_head.head.weight"]
-
-    edit(tmp_path, drop)
-    assert_same_weights(model, load_hf(tmp_path))
-
-
-def test_a_copy_that_differs_from_the_shared_weight_is_named(tmp_path):
+def test_a_copy_that_differs_from_the_shared_weight_is_named(tmp_path, edit):
     save_hf(random_model(), tmp_path)
-    edit(tmp_path, lambda t: t["model.layers.2.shared_head.head.weight"].mul_(2))
+    edit(lambda tensors: tensors[COPIES[1]].mul_(2))
     message = "1 unlike the shared weight: model.layers.2.shared_head.head.weight."
     with pytest.raises(ValueError) as error:
         load_hf(tmp_path)
     assert message in str(error.value)
 
 
-def test_all_wrong_tensors_are_named_in_one_error(tmp_path):
+def test_all_wrong_tensors_are_named_in_one_error(tmp_path, edit):
     save_hf(random_model(), tmp_path)
 
     def spoil(tensors):
@@ -260,7 +247,7 @@ def test_all_wrong_tensors_are_named_in_one_error(tmp_path):
         tensors["model.layers.0.self_attn.q_proj.weight"] = torch.ones(10, 6)
         tensors["model.norm.weight"] = torch.ones(7)
 
-    edit(tmp_path, spoil)
+    edit(spoil)
     with pytest.raises(ValueError) as error:
         load_hf(tmp_path)
     assert str(error.value) == (
@@ -274,17 +261,41 @@ def test_all_wrong_tensors_are_named_in_one_error(tmp_path):
     )
 
 
-def test_long_lists_of_wrong_tensors_end_with_a_count(tmp_path):
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float8_e5m2])
+def test_tensors_of_another_dtype_are_named(tmp_path, edit, dtype):
+    save_hf(random_model(), tmp_path)
+    names = ["lm_head.weight", "model.layers.1.mlp.gate.e_score_correction_bias"]
+    edit(lambda t: t.update({name: t[name].to(dtype) for name in names}))
+    with pytest.raises(ValueError, match="2 of a dtype that is not read here: ") as e:
+        load_hf(tmp_path)
+    label = {torch.bool: "BOOL", torch.int64: "I64"}.get(dtype, "F8_E5M2")
+    for name in names:
+        assert f"{name} {label}" in str(e.value)
+
+
+def test_scalars_are_named_with_all_other_faults(tmp_path, edit):
+    save_hf(random_model(WITHOUT_MTP), tmp_path)
+    names = ["model.norm.weight", "model.embed_tokens.weight"]
+    edit(lambda t: t.update({name: torch.tensor(1.0) for name in names}))
+    with pytest.raises(ValueError) as error:
+        load_hf(tmp_path)
+    assert (
+        "2 of another shape: model.embed_tokens.weight () instead of (11, 6), "
+        "model.norm.weight () instead of (6,). Take"
+    ) in str(error.value)
+
+
+def test_long_lists_of_wrong_tensors_end_with_a_count(tmp_path, edit):
     save_hf(random_model(WITHOUT_MTP), tmp_path)
     extra = {f"model.extra.{i:02}": torch.ones(1) for i in range(25)}
-    edit(tmp_path, lambda tensors: tensors.update(extra))
+    edit(lambda tensors: tensors.update(extra))
     with pytest.raises(ValueError, match=r"25 unknown: .*extra\.19 and 5 more\. Take"):
         load_hf(tmp_path)
 
 
-def test_nothing_is_computed_from_wrong_files(tmp_path, monkeypatch):
+def test_nothing_is_computed_from_wrong_files(tmp_path, edit, monkeypatch):
     save_hf(random_model(WITHOUT_MTP), tmp_path)
-    edit(tmp_path, lambda tensors: tensors.pop("model.norm.weight"))
+    edit(lambda tensors: tensors.pop("model.norm.weight"))
     monkeypatch.setattr(Archive, "read", None)  # a call would fail otherwise
     with pytest.raises(ValueError, match="1 missing: model.norm.weight"):
         load_hf(tmp_path)
@@ -333,5 +344,7 @@ def test_attention_that_the_format_cannot_express_is_refused(tmp_path):
 
 
 def test_a_limit_of_no_bytes_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="max_shard_bytes must be at least 1; got 0"):
+    with pytest.raises(
+        ValueError, match="max_shard_bytes must be a whole number of at least 1; got 0"
+    ):
         save_hf(random_model(), tmp_path, max_shard_bytes=0)

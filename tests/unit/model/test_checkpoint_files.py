@@ -198,6 +198,17 @@ def test_a_path_that_is_no_folder_is_refused(tmp_path):
         load_hf(path)
 
 
+def test_an_empty_name_is_not_the_current_folder(tmp_path, monkeypatch):
+    save_hf(model_of(1), tmp_path)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError) as error:
+        load_hf("")
+    assert str(error.value) == (
+        "a checkpoint is a folder of config.json and safetensors files; an empty name "
+        "is none. Give the folder of the downloaded model."
+    )
+
+
 def test_shards_that_the_index_names_but_the_folder_lacks_are_named(tmp_path):
     save_hf(model_of(1), tmp_path, max_shard_bytes=1500)
     (tmp_path / "model-00002-of-00004.safetensors").unlink()
@@ -215,10 +226,63 @@ def test_a_truncated_file_is_named(tmp_path):
         load_hf(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["{", "{}"])
-def test_a_damaged_index_is_named(tmp_path, text):
+@pytest.mark.parametrize(
+    "contents",
+    [
+        b"{",
+        b"{}",
+        b"[]",
+        b'{"weight_map": ["model.safetensors"]}',
+        b'{"weight_map": {"lm_head.weight": 1}}',
+        b'{"weight_map": {"lm_head.weight": "\xff"}}',
+    ],
+    ids=["cut", "empty", "list", "list of files", "numbers", "no UTF-8"],
+)
+def test_a_damaged_index_is_named(tmp_path, contents):
     save_hf(model_of(1), tmp_path, max_shard_bytes=1500)
     path = tmp_path / "model.safetensors.index.json"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=f"{path} must be JSON with a weight_map"):
+    path.write_bytes(contents)
+    with pytest.raises(ValueError) as error:
+        load_hf(tmp_path)
+    assert str(error.value) == (
+        f"{path} must be JSON with a weight_map from tensors to files; it is not. "
+        "Download it again."
+    )
+
+
+@pytest.mark.parametrize("where", ["absolute", "above", "below"])
+def test_an_index_that_leaves_its_folder_is_refused(tmp_path, where):
+    folder, below = tmp_path / "model", tmp_path / "model" / "more"
+    save_hf(model_of(1), folder, max_shard_bytes=1500)
+    save_hf(model_of(2), tmp_path)
+    save_hf(model_of(2), below)
+    name = {
+        "absolute": str(tmp_path / "model.safetensors"),
+        "above": "../model.safetensors",
+        "below": "more/model.safetensors",
+    }[where]
+    path = folder / "model.safetensors.index.json"
+    path.write_text(json.dumps({"weight_map": {"lm_head.weight": name}}))
+    with pytest.raises(ValueError) as error:
+        load_hf(folder)
+    assert str(error.value) == (
+        f"{path} must name files beside it, by their names alone; got {name}. "
+        "Take the index that was published with the weights."
+    )
+
+
+@pytest.mark.parametrize(
+    ("contents", "rule"),
+    [
+        (b"{", "must be valid JSON"),
+        (b'{"model_type": "\xff"}', "must be valid JSON"),
+        (b"[]", "must be a JSON object"),
+    ],
+    ids=["cut", "no UTF-8", "list"],
+)
+def test_a_damaged_config_is_named(tmp_path, contents, rule):
+    save_hf(model_of(1), tmp_path)
+    path = tmp_path / "config.json"
+    path.write_bytes(contents)
+    with pytest.raises(ValueError, match=f"config {rule}; {path} .*Download it again"):
         load_hf(tmp_path)

@@ -2,12 +2,13 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from labkit.config import PRESETS, MLAConfig, ModelConfig, MoEConfig, MTPConfig
 from labkit.model import Transformer, load_hf, save_hf
@@ -207,54 +208,101 @@ def test_logits_of_an_fp8_copy_stay_near(tmp_path):
     assert not torch.equal(near, exact)
 
 
-def test_power_of_two_scales_of_one_byte_are_read(tmp_path):
+PROJECTION = "model.layers.0.self_attn.o_proj.weight"
+SCALES = PROJECTION + "_scale_inv"
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e8m0fnu, torch.bfloat16])
+def test_scales_of_one_or_two_bytes_are_read(tmp_path, edit, dtype):
     save_hf(random_model(), tmp_path, fp8=True)
-    path = tmp_path / "model.safetensors"
-    stored = load_file(path)
-    name = "model.layers.0.self_attn.o_proj.weight"
-    stored[name + "_scale_inv"] = torch.full((2, 2), 0.25).to(torch.float8_e8m0fnu)
-    save_file(stored, path)
+    values = load_file(tmp_path / "model.safetensors")[PROJECTION]
+    edit(lambda stored: stored.update({SCALES: torch.full((2, 2), 0.25).to(dtype)}))
     loaded = load_hf(tmp_path, dtype=torch.float32)
-    expected = stored[name].float() * 0.25
-    assert torch.equal(loaded.layers[0].attn.wo.weight, expected)
-
-
-def test_an_fp8_matrix_without_its_scales_is_named(tmp_path):
-    save_hf(random_model(), tmp_path, fp8=True)
-    path = tmp_path / "model.safetensors"
-    stored = load_file(path)
-    name = "model.layers.0.self_attn.o_proj.weight_scale_inv"
-    del stored[name]
-    save_file(stored, path)
-    with pytest.raises(ValueError, match=f"1 missing: {name}\\."):
-        load_hf(tmp_path)
-
-
-def test_scales_of_another_shape_are_named(tmp_path):
-    save_hf(random_model(), tmp_path, fp8=True)
-    path = tmp_path / "model.safetensors"
-    stored = load_file(path)
-    name = "model.layers.0.self_attn.o_proj.weight_scale_inv"
-    stored[name] = torch.ones(3, 2)
-    save_file(stored, path)
-    with pytest.raises(ValueError, match=r"o_proj.weight_scale_inv \(3, 2\) instead"):
-        load_hf(tmp_path)
+    assert torch.equal(loaded.layers[0].attn.wo.weight, values.float() * 0.25)
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "wanted"),
+    ("name", "tensor", "fault"),
     [
-        ("quant_method", "awq", "'fp8'"),
-        ("weight_block_size", [64, 64], r"\[128, 128\]"),
+        (SCALES, None, f"1 missing: {SCALES}"),
+        (SCALES, torch.ones(3, 2), f"{SCALES} (3, 2) instead of (2, 2)"),
+        (SCALES, torch.ones(2, 2, dtype=torch.int32), f"{SCALES} I32"),
+        (
+            PROJECTION,
+            torch.zeros(136, 140).to(torch.float8_e5m2),
+            f"1 of a dtype that is not read here: {PROJECTION} F8_E5M2",
+        ),
+        (
+            "model.norm.weight",
+            torch.zeros(136).to(torch.float8_e4m3fn),
+            "1 of a dtype that is not read here: model.norm.weight F8_E4M3",
+        ),
+    ],
+    ids=["no scales", "wrong scales", "whole scales", "E5M2", "a vector"],
+)
+def test_fp8_that_cannot_be_read_is_named(tmp_path, edit, name, tensor, fault):
+    save_hf(random_model(), tmp_path, fp8=True)
+    edit(lambda t: t.pop(name) if tensor is None else t.update({name: tensor}))
+    with pytest.raises(ValueError) as error:
+        load_hf(tmp_path)
+    assert fault in str(error.value)
+
+
+def test_an_embedding_in_fp8_makes_a_bf16_model(tmp_path, edit):
+    model = random_model(replace(CONFIG, mtp=None))
+    save_hf(model, tmp_path, fp8=True)
+    name = "model.embed_tokens.weight"
+    values, scales = quantize_blocks(model.embed.weight.detach())
+    edit(lambda stored: stored.update({name: values, name + "_scale_inv": scales}))
+    loaded = load_hf(tmp_path)
+    expected = torch.empty(20, 136, dtype=torch.bfloat16)
+    dequantize_into(expected, values, scales)
+    assert torch.equal(loaded.embed.weight, expected)
+
+
+def test_copies_in_fp8_are_compared_with_what_they_copy(tmp_path, edit):
+    save_hf(random_model(), tmp_path, fp8=True)
+    copy = "model.layers.2.embed_tokens.weight"
+    edit(lambda t: t.update({copy: t[copy].to(torch.float8_e4m3fn)}))
+    with pytest.raises(ValueError, match=f"1 unlike the shared weight: {copy}"):
+        load_hf(tmp_path)
+
+
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+
+
+@pytest.mark.parametrize(
+    ("quantization", "key", "wanted"),
+    [
+        (FP8 | {"quant_method": "awq"}, "quant_method", "'fp8'; got 'awq'"),
+        (FP8 | {"fmt": "e5m2"}, "fmt", "'e4m3'; got 'e5m2'"),
+        (
+            FP8 | {"weight_block_size": [64, 64]},
+            "weight_block_size",
+            "[128, 128]; got [64, 64]",
+        ),
+        ({}, "quant_method", "'fp8'; got None"),
+        (["fp8"], "quant_method", "'fp8'; got ['fp8']"),
     ],
 )
-def test_other_quantizations_are_refused_with_the_remedy(tmp_path, key, value, wanted):
+def test_other_quantizations_are_refused_with_the_remedy(
+    tmp_path, edit_config, quantization, key, wanted
+):
     save_hf(random_model(), tmp_path, fp8=True)
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["quantization_config"][key] = value
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=f"{key} must be {wanted}.*original release"):
+    edit_config(quantization_config=quantization)
+    with pytest.raises(ValueError) as error:
         load_hf(tmp_path)
+    rule, got = wanted.split("; ")
+    assert str(error.value) == (
+        f"{key} must be {rule}, as in DeepSeek's FP8 releases; {got} in "
+        f"{tmp_path / 'config.json'}. Take the original release, or one in BF16."
+    )
+
+
+def test_a_config_that_leaves_out_the_format_means_e4m3(tmp_path, edit_config):
+    save_hf(random_model(), tmp_path, fp8=True)
+    edit_config(quantization_config={k: v for k, v in FP8.items() if k != "fmt"})
+    assert load_hf(tmp_path).cfg == CONFIG
 
 
 def test_gates_and_vectors_are_not_quantized():

@@ -6,14 +6,16 @@ and the values, so a row is read as it lies. Rows past a sequence's length are s
 and hidden; `rewind` is therefore only a shorter length.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from labkit.config import ModelConfig
+from labkit.config import MLAConfig, ModelConfig
+from labkit.config.checks import require_whole
+from labkit.model.checks import as_whole
 
 CACHE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -45,16 +47,13 @@ class LatentCache:
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str | None = None,
     ) -> None:
-        for name, value in (("batch", batch), ("max_seq", max_seq)):
-            if value < 1:
-                raise ValueError(
-                    f"{name} must be at least 1; got {value}. Set {name} to 1 or more."
-                )
+        require_whole({"batch": batch, "max_seq": max_seq})
         if dtype not in CACHE_DTYPES:
             names = ", ".join(map(str, CACHE_DTYPES))
             raise ValueError(
                 f"dtype must be a cache dtype; got {dtype}. Use one of {names}."
             )
+        self.cfg = cfg
         shape = (cfg.n_layers, batch, max_seq, cfg.attention.cache_width)
         # Zeros, because a hidden row is multiplied by 0, and 0 · NaN is NaN.
         self.entries = torch.zeros(shape, dtype=dtype, device=device)
@@ -88,6 +87,24 @@ class LatentCache:
         """Bytes stored: the config's bytes per token × batch × max_seq, exactly."""
         return self.entries.nbytes
 
+    def require_fit(self, cfg: ModelConfig) -> None:
+        """Raise ValueError unless the layers of `cfg` write the rows of this cache."""
+        if cfg is not self.cfg and layers_of_rows(cfg) != layers_of_rows(self.cfg):
+            raise ValueError(
+                "a cache must be made for the model's own layers; the model has "
+                f"{layers_of_rows(cfg)}, the cache {layers_of_rows(self.cfg)}. "
+                "Build LatentCache(model.cfg, batch, max_seq)."
+            )
+
+    def require_batch(self, batch: int) -> None:
+        """Raise ValueError unless the cache is one of `batch` sequences."""
+        if batch != self.batch:
+            raise ValueError(
+                "there must be one row per sequence of the cache; got "
+                f"{batch} for a cache of {self.batch}. Build "
+                f"LatentCache(cfg, {batch}, max_seq), or pass {self.batch}."
+            )
+
     def reserve(self, batch: int, n_new: int) -> "Window":
         """Return the window through which a forward pass adds `n_new` tokens.
 
@@ -96,7 +113,7 @@ class LatentCache:
         Raises:
             ValueError: not one row per sequence, or no room.
         """
-        self._check_batch(batch)
+        self.require_batch(batch)
         if self._ahead:
             layers = ", ".join(map(str, sorted(self._ahead)))
             raise ValueError(
@@ -117,20 +134,20 @@ class LatentCache:
         """Forget all tokens past `lengths`, one for all or one per sequence.
 
         Raises:
-            ValueError: not one length per sequence, or more than are held.
+            ValueError: not one whole number per sequence, or more than are held.
         """
-        wanted = (lengths,) * self.batch if isinstance(lengths, int) else tuple(lengths)
-        self._check_batch(len(wanted))
-        for sequence, (length, held) in enumerate(
-            zip(wanted, self._lengths, strict=True)
-        ):
-            if not 0 <= length <= held:
+        is_many = isinstance(lengths, Iterable)
+        wanted = tuple(lengths) if is_many else (lengths,) * self.batch
+        self.require_batch(len(wanted))
+        whole = tuple(map(as_whole, wanted))
+        for sequence, held in enumerate(self._lengths):
+            if whole[sequence] is None or not 0 <= whole[sequence] <= held:
                 raise ValueError(
-                    "rewind must go back, to 0 or more tokens; sequence "
-                    f"{sequence} holds {held}, and {length} were asked for. "
-                    f"Pass a length from 0 to {held}."
+                    "rewind must go back, to a whole number of tokens; sequence "
+                    f"{sequence} holds {held}, and {wanted[sequence]} were asked for. "
+                    f"Pass 0 to {held}."
                 )
-        self._lengths = wanted
+        self._lengths = whole
         self._ahead.clear()
 
     def update(
@@ -149,7 +166,7 @@ class LatentCache:
             ValueError: wrong batch or width, or positions that do not follow on
                 those the layer holds, one by one and within `max_seq`.
         """
-        self._check_batch(len(entries))
+        self.require_batch(len(entries))
         starts = self._ahead.get(layer, self._lengths)
         self._check_rows(layer, entries, positions)
         for sequence, (start, row) in enumerate(
@@ -187,14 +204,6 @@ class LatentCache:
         ]
         return Window(self, positions, layers, ends)
 
-    def _check_batch(self, batch: int) -> None:
-        if batch != self.batch:
-            raise ValueError(
-                "there must be one row per sequence of the cache; got "
-                f"{batch} for a cache of {self.batch}. Build "
-                f"LatentCache(cfg, {batch}, max_seq), or pass {self.batch}."
-            )
-
     def _check_rows(self, layer: int, entries: Tensor, positions: Tensor) -> None:
         n_layers, width = self.entries.shape[0], self.entries.shape[-1]
         if not 0 <= layer < n_layers:
@@ -229,6 +238,22 @@ class LatentCache:
             f"holds {held} tokens and {n_new} more were given. Build the cache with "
             f"max_seq={held + n_new} or more, or rewind it."
         )
+
+
+def layers_of_rows(cfg: ModelConfig) -> str:
+    """Return in words what determines the shape and the meaning of a cache's rows.
+
+    >>> from labkit.config import PRESETS
+    >>> layers_of_rows(PRESETS["v3-671b"])
+    '61 layers of latents of 512 and rotary keys of 64'
+    """
+    attention = cfg.attention
+    if isinstance(attention, MLAConfig):
+        latent, key = attention.kv_lora_rank, attention.qk_rope_head_dim
+        row = f"latents of {latent} and rotary keys of {key}"
+    else:
+        row = f"keys and values of {attention.n_kv_heads} x {attention.head_dim}"
+    return f"{cfg.n_layers} layers of {row}"
 
 
 @dataclass(slots=True)

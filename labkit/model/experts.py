@@ -34,6 +34,8 @@ def dispatch(
     >>> token.tolist(), row.tolist(), ends
     ([0, 1, 0, 1], [[2, 0], [1, 3]], [2, 2, 4])
     """
+    if experts.is_meta:
+        return _even_dispatch(experts, n_experts)
     flat = experts.flatten()
     order = flat.argsort(stable=True)
     counts = torch.bincount(flat, minlength=n_experts)
@@ -47,6 +49,13 @@ def dispatch(
     token = order.new_zeros(ends[-1])  # (p,)
     token[row_of_pair] = order // experts.shape[1]
     return Dispatch(token, row.view_as(experts), ends)
+
+
+def _even_dispatch(experts: Int[Tensor, "n k"], n_experts: int) -> Dispatch:
+    """Return a plan of shapes alone: without choices, experts are equally busy."""
+    n_pairs = experts.numel()
+    ends = [n_pairs * (expert + 1) // n_experts for expert in range(n_experts)]
+    return Dispatch(experts.new_empty(n_pairs), torch.empty_like(experts), ends)
 
 
 def block_multiple(x: Float[Tensor, "n d"], n_rows: int, n_experts: int) -> int:

@@ -9,7 +9,9 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
+from labkit.config.checks import require_whole
 from labkit.model.cache import LatentCache
+from labkit.model.checks import as_whole, require_tokens
 from labkit.model.decoder import Decoder
 from labkit.model.sampling import Sampler
 from labkit.model.speculative import Speculator
@@ -83,19 +85,18 @@ def generate(
         options: top_p, generator, lengths, stop, speculative; see `Options`.
 
     Raises:
-        ValueError: an argument out of its range, or a cache without room.
+        ValueError: an argument out of its range, a cache without room or of another
+            model, or logits that are not finite.
     """
     sampler = Sampler(temperature, options.get("top_p", 1.0), options.get("generator"))
-    if max_new_tokens < 1:
-        raise ValueError(
-            f"max_new_tokens must be at least 1; got {max_new_tokens}. "
-            "Set it to the number of tokens wanted."
-        )
+    require_whole({"max_new_tokens": max_new_tokens})
     _check_options(options)
+    stop = options.get("stop")
+    _check_vocabulary(model, tokens, stop)
     lengths = _prompt_lengths(tokens, options.get("lengths"))
     if options.get("speculative"):
         _check_modules(model, lengths)
-    stop = options.get("stop")
+    _check_room(model, cache, lengths + max_new_tokens - 1, tokens.shape[1])
     with _evaluating(model), torch.inference_mode():
         if cache is None:
             cache = _cache_for(model, tokens, max_new_tokens)
@@ -141,18 +142,68 @@ def _prompt_lengths(
     tokens: Int[Tensor, "b s"], lengths: Sequence[int] | None
 ) -> Int[Tensor, "b"]:
     batch, longest = tokens.shape
-    if tokens.numel() == 0:
-        raise ValueError(
-            "tokens must hold at least one prompt of one token; got shape "
-            f"{(batch, longest)}. Start from a separator token if there is no text."
-        )
     given = [longest] * batch if lengths is None else list(lengths)
-    if len(given) != batch or not all(1 <= n <= longest for n in given):
+    whole = list(map(as_whole, given))
+    if len(whole) != batch or not all(n and 1 <= n <= longest for n in whole):
         raise ValueError(
             f"lengths must give each of {batch} prompts 1 to {longest} tokens; got "
             f"{given}. Pad prompts on the right and count without padding."
         )
-    return torch.tensor(given, device=tokens.device)
+    return torch.tensor(whole, device=tokens.device)
+
+
+def _check_vocabulary(
+    model: Transformer, tokens: Int[Tensor, "b s"], stop: int | None
+) -> None:
+    """Raise ValueError unless all tokens are the model's: values are read once."""
+    require_tokens(tokens)
+    last = model.cfg.vocab_size - 1
+    lowest, highest = (int(end) for end in tokens.aminmax())
+    if lowest < 0 or highest > last:
+        raise ValueError(
+            f"tokens must lie between 0 and {last}, padding too; got "
+            f"{lowest if lowest < 0 else highest}. Encode the text for this model's "
+            f"vocabulary of {last + 1}."
+        )
+    whole = as_whole(stop)
+    if stop is not None and (whole is None or not 0 <= whole <= last):
+        raise ValueError(
+            f"stop must be a token, 0 to {last}; got {stop!r}. "
+            "Leave it out to generate all tokens."
+        )
+
+
+def _check_room(
+    model: Transformer,
+    cache: LatentCache | None,
+    ends: Int[Tensor, "b"],
+    n_padded: int,
+) -> None:
+    """Raise ValueError unless all tokens fit, before any is read.
+
+    Args:
+        model: has room for `max_seq_len` positions.
+        cache: has room for `max_seq`, and may hold tokens already.
+        ends: tokens that each sequence adds: all but the last, which nobody reads.
+            Speculative decoding reads as many; its drafts end where they do.
+        n_padded: tokens of the longest prompt, or of its padding, which is read too.
+    """
+    held, rooms = torch.zeros_like(ends), [("model", "max_seq_len", model.cfg)]
+    if cache is not None:
+        cache.require_fit(model.cfg)
+        cache.require_batch(len(ends))
+        held = torch.tensor(cache.lengths, device=ends.device)
+        rooms.append(("cache", "max_seq", cache))
+    n_positions = int(torch.maximum(held.max() + n_padded, (held + ends).max()))
+    for owner, name, limits in rooms:
+        excess = n_positions - getattr(limits, name)
+        if excess > 0:
+            raise ValueError(
+                f"prompts and new tokens must fit in the {owner}, after those that a "
+                f"cache holds; they need {n_positions} positions, and its {name} is "
+                f"{n_positions - excess}. Ask for {excess} fewer, or build the "
+                f"{owner} with {name}={n_positions}."
+            )
 
 
 def _check_options(options: Options) -> None:
@@ -190,7 +241,7 @@ def _cache_for(
     return LatentCache(
         model.cfg,
         batch,
-        longest + max_new_tokens,
+        longest + max_new_tokens - 1,
         dtype=weight.dtype,
         device=weight.device,
     )

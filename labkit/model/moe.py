@@ -55,7 +55,8 @@ class Router(nn.Module):
         self, x: Float[Tensor, "n d"]
     ) -> tuple[Float[Tensor, "n k"], Int[Tensor, "n k"], Float[Tensor, "n e"]]:
         # Affinities in FP32: rounding in BF16 reorders near-ties between experts.
-        with torch.autocast(x.device.type, enabled=False):
+        known = "cpu" if x.is_meta else x.device.type  # to autocast
+        with torch.autocast(known, enabled=False):
             logits = linear(x.float(), self.weight.float())
         return self.route(logits)
 
@@ -114,7 +115,9 @@ class MoE(nn.Module):
 def expert_load(
     experts: Int[Tensor, "b s k"], n_routed_experts: int
 ) -> Int[Tensor, "e"]:
-    """Return how many tokens visit each expert."""
+    """Return how many tokens visit each expert; on meta, nobody knows."""
+    if experts.is_meta:
+        return experts.new_empty(n_routed_experts)
     return torch.bincount(experts.flatten(), minlength=n_routed_experts)
 
 

@@ -1,11 +1,15 @@
 """From logits to a token: greedy, by temperature, within a nucleus."""
 
+import math
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
+
+LEAST_TEMPERATURE = 1e-4
+"""Least above 0: already as good as greedy, and far from the end of FP32's range."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,9 +25,11 @@ class Sampler:
     generator: torch.Generator | None = None
 
     def __post_init__(self) -> None:
-        if not self.temperature >= 0:
+        is_sampling = LEAST_TEMPERATURE <= self.temperature < math.inf
+        if not (is_sampling or self.temperature == 0):
             raise ValueError(
-                f"temperature must be 0 (greedy) or above; got {self.temperature}. "
+                f"temperature must be 0 (greedy) or at least {LEAST_TEMPERATURE}, and "
+                f"finite; got {self.temperature}. "
                 "Set temperature=1.0 to sample from the model as it is."
             )
         if not 0 < self.top_p <= 1:
@@ -33,9 +39,13 @@ class Sampler:
             )
 
     def choose(self, logits: Float[Tensor, "b v"]) -> Int[Tensor, "b"]:
-        """Return one token per row."""
+        """Return one token per row.
+
+        Raises:
+            ValueError: NaN or infinity among the logits; -inf forbids a token.
+        """
         if self.temperature == 0:
-            return logits.argmax(dim=-1)
+            return _most_likely(logits)
         return self.draw(self.distribution(logits))
 
     def distribution(self, logits: Float[Tensor, "*b v"]) -> Float[Tensor, "*b v"]:
@@ -46,10 +56,15 @@ class Sampler:
         >>> nucleus = Sampler(temperature=1.0, top_p=0.6)
         >>> nucleus.distribution(torch.tensor([0.5, 0.3, 0.2]).log()).tolist()
         [0.625, 0.375, 0.0]
+
+        Raises:
+            ValueError: NaN or infinity among the logits; -inf forbids a token.
         """
         if self.temperature == 0:
-            return F.one_hot(logits.argmax(dim=-1), logits.shape[-1]).float()
+            return F.one_hot(_most_likely(logits), logits.shape[-1]).float()
         probabilities = (logits.float() / self.temperature).softmax(dim=-1)
+        # One bad logit turns its whole row into NaN, so any value of the row tells.
+        _require_finite(probabilities[..., :1], logits)
         if self.top_p == 1:
             return probabilities
         ranked, order = probabilities.sort(dim=-1, descending=True)
@@ -62,3 +77,22 @@ class Sampler:
         """Return one token per row, by chance; rows need not sum to 1."""
         drawn = probabilities.multinomial(1, generator=self.generator)
         return drawn.squeeze(-1)
+
+
+def _most_likely(logits: Float[Tensor, "*b v"]) -> Int[Tensor, "*b"]:
+    token = logits.argmax(dim=-1, keepdim=True)
+    _require_finite(logits.gather(-1, token), logits)  # NaN counts as the largest
+    return token.squeeze(-1)
+
+
+def _require_finite(
+    of_rows: Float[Tensor, "*b 1"], logits: Float[Tensor, "*b v"]
+) -> None:
+    if all(map(math.isfinite, of_rows.flatten().tolist())):
+        return
+    n_bad = int((~logits.isfinite()).sum())
+    raise ValueError(
+        f"the logits are not finite: {n_bad} of {logits.numel()} are NaN or infinite, "
+        "and no token can be chosen from them. Look for NaN among the weights, as "
+        "after training that diverged, or compute in FP32."
+    )

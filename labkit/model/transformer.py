@@ -8,8 +8,10 @@ from jaxtyping import Complex, Float, Int
 from torch import Tensor, nn
 
 from labkit.config import ModelConfig
+from labkit.config.checks import require_at_least, require_whole
 from labkit.model.attention import LayerCache, build_attention
 from labkit.model.cache import LatentCache
+from labkit.model.checks import require_positions, require_tokens
 from labkit.model.linear import Linear
 from labkit.model.mlp import MLP
 from labkit.model.moe import MoE, Router, Routing, balance_loss, expert_load
@@ -141,7 +143,12 @@ class Transformer(nn.Module):
     def forward(
         self, tokens: Int[Tensor, "b s"], cache: LatentCache | None = None
     ) -> Float[Tensor, "b s v"]:
-        """Return logits; with a cache, for new tokens after those it holds."""
+        """Return logits; with a cache, for new tokens after those it holds.
+
+        Raises:
+            ValueError: no sequence or no token, more than `cfg.max_seq_len` positions,
+                or a cache that is full or another model's.
+        """
         x, _ = self.hidden(tokens, cache)
         return self.head(self.norm(x))
 
@@ -149,14 +156,16 @@ class Transformer(nn.Module):
         self, tokens: Int[Tensor, "b s"], cache: LatentCache | None = None
     ) -> tuple[Float[Tensor, "b s d"], list[Routing]]:
         """Return the last residual stream, before its norm, and the routings."""
-        x = self.embed(tokens)
+        require_tokens(tokens)
         if cache is None:
-            turns = self.turns(torch.arange(tokens.shape[1], device=tokens.device))
-            window = None
+            window, end = None, tokens.shape[1]
+            positions = torch.arange(end, device=tokens.device)
         else:
+            cache.require_fit(self.cfg)
             window = cache.reserve(*tokens.shape)
-            turns = self.turns(window.positions)
-        routings = []
+            positions, end = window.positions, max(window.ends)
+        require_positions(end, self.cfg)
+        x, turns, routings = self.embed(tokens), self.turns(positions), []
         for index, layer in enumerate(self.layers):
             x, routing = layer(
                 x, turns, None if window is None else window.layer(index)
@@ -190,15 +199,27 @@ class Transformer(nn.Module):
                 micro-batch of it; losses then add up to the large batch's.
             n_sequences: sequences of the whole step, likewise.
             mtp_weight: lambda (equation 25), else the config's.
+
+        Raises:
+            ValueError: a count below 1, a negative weight, or sequences that are not
+                longer than the MTP modules are many.
         """
-        n_tokens = n_tokens or max(int((targets != IGNORED).sum()), 1)
+        if n_tokens is None:
+            # A tensor: nothing waits for the count, and on meta there is none.
+            n_tokens = (targets != IGNORED).sum().clamp(min=1)
+        else:
+            require_whole({"n_tokens": n_tokens})
+        if n_sequences is None:
+            n_sequences = len(tokens)
+        else:
+            require_whole({"n_sequences": n_sequences})
         x, routings = self.hidden(tokens)
         normed = self.norm(x)
         main = cross_entropy_sum(self.head(normed), targets) / n_tokens
         deeper, mtp_routings = self.mtp_loss_sum(normed, targets)
         routings = routings + mtp_routings
         mtp = deeper * (self._mtp_weight(mtp_weight) / n_tokens)
-        balance = self._balance(routings) / (n_sequences or len(tokens))
+        balance = self._balance(routings) / n_sequences
         return LossParts(
             total=main + mtp + balance,
             main=main.detach(),
@@ -215,12 +236,21 @@ class Transformer(nn.Module):
         Module k sees position i and the embedding of token i + k, and predicts
         token i + k + 1 (equations 21 to 24). The last k positions have no such
         token. The hidden state is read after its norm.
+
+        Raises:
+            ValueError: sequences are not longer than the modules are many.
         """
+        seq_len, n_modules = targets.shape[1], len(self.mtp)
+        if seq_len <= n_modules:
+            raise ValueError(
+                "sequences must be longer than the depth of multi-token prediction, "
+                f"{n_modules}, because its last module names a token that far ahead; "
+                f"got {seq_len} tokens. Use {n_modules + 1} or more, or set mtp=None "
+                "in the model's config."
+            )
         total, routings = normed.new_zeros((), dtype=torch.float32), []
         for depth, module in enumerate(self.mtp, start=1):
-            length = targets.shape[1] - depth
-            if length < 1:
-                break
+            length = seq_len - depth
             given = targets[:, depth - 1 : -1]
             # An ignored token has no embedding, so its position predicts nothing.
             wanted = targets[:, depth:].masked_fill(given == IGNORED, IGNORED)
@@ -248,8 +278,9 @@ class Transformer(nn.Module):
         micro-batches and ranks (DeepSeek-V3, section 2.1.2).
 
         Raises:
-            ValueError: `load` has not one row per router.
+            ValueError: `load` has not one row per router, or `rate` is negative.
         """
+        require_at_least({"rate": rate}, 0)
         routers = self.routers()
         if len(load) != len(routers):
             raise ValueError(
@@ -262,6 +293,8 @@ class Transformer(nn.Module):
 
     def _mtp_weight(self, weight: float | None) -> float:
         mtp = self.cfg.mtp
+        if weight is not None:
+            require_at_least({"mtp_weight": weight}, 0)
         if mtp is None:
             return 0.0
         return (mtp.loss_weight if weight is None else weight) / mtp.depth

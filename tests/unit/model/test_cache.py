@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from labkit.config import PRESETS, GQAConfig
-from labkit.model import LatentCache, Transformer
+from labkit.model import LatentCache, Transformer, generate
 
 TINY = PRESETS["tiny"]
 
@@ -180,9 +180,48 @@ def test_a_forward_pass_between_updates_of_layers_is_refused(cache):
 def test_rewinding_forwards_is_refused(cache):
     held(cache, 2, 4)
     assert refused(lambda: cache.rewind(3)) == (
-        "rewind must go back, to 0 or more tokens; sequence 0 holds 2, and 3 were "
-        "asked for. Pass a length from 0 to 2."
+        "rewind must go back, to a whole number of tokens; sequence 0 holds 2, and 3 "
+        "were asked for. Pass 0 to 2."
     )
+
+
+def test_rewinding_to_a_part_of_a_token_is_refused(cache, unchecked):
+    held(cache, 2, 4)
+    assert refused(lambda: cache.rewind([1, 3.0])) == (
+        "rewind must go back, to a whole number of tokens; sequence 1 holds 4, and 3.0 "
+        "were asked for. Pass 0 to 4."
+    )
+    assert "and 1.5 were asked for" in refused(lambda: cache.rewind(1.5))
+    assert cache.lengths == (2, 4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "described"),
+    [
+        ({"n_layers": 5}, "5 layers of latents of 32 and rotary keys of 16"),
+        ({"n_layers": 3}, "3 layers of latents of 32 and rotary keys of 16"),
+        (
+            {"attention": replace(TINY.attention, kv_lora_rank=40, qk_rope_head_dim=8)},
+            "4 layers of latents of 40 and rotary keys of 8",
+        ),
+        (
+            {"attention": GQAConfig(n_heads=2, n_kv_heads=1, head_dim=24)},
+            "4 layers of keys and values of 1 x 24",
+        ),
+    ],
+    ids=["more layers", "fewer layers", "as wide but split elsewhere", "another kind"],
+)
+def test_a_cache_for_other_layers_is_refused(changes, described):
+    model, tokens = Transformer(TINY), torch.tensor([[1]])
+    cache = LatentCache(replace(TINY, **changes), 1, 8)
+    expected = (
+        "a cache must be made for the model's own layers; the model has 4 layers of "
+        f"latents of 32 and rotary keys of 16, the cache {described}. "
+        "Build LatentCache(model.cfg, batch, max_seq)."
+    )
+    with torch.inference_mode():
+        assert refused(lambda: model(tokens, cache)) == expected
+    assert refused(lambda: generate(model, tokens, 2, cache=cache)) == expected
 
 
 def test_filling_with_gradients_is_refused():
@@ -197,9 +236,16 @@ def test_filling_with_gradients_is_refused():
 
 def test_an_empty_cache_and_another_dtype_are_refused():
     assert refused(lambda: LatentCache(TINY, 0, 4)) == (
-        "batch must be at least 1; got 0. Set batch to 1 or more."
+        "batch must be a whole number of at least 1; got 0. Set batch to 1 or more."
     )
     assert refused(lambda: LatentCache(TINY, 1, 4, dtype=torch.int8)) == (
         "dtype must be a cache dtype; got torch.int8. "
         "Use one of torch.bfloat16, torch.float16, torch.float32."
+    )
+
+
+def test_a_size_that_is_no_whole_number_is_refused(unchecked):
+    assert refused(lambda: LatentCache(TINY, 1, 4.5)) == (
+        "max_seq must be a whole number of at least 1; got 4.5. "
+        "Set max_seq to 1 or more."
     )

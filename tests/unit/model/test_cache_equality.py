@@ -64,8 +64,8 @@ def configs(draw):
         inter_dim=5,
         attention=draw(attentions()),
         moe=draw(st.none() | moes()),
-        rope=RopeConfig(rope_factor=4.0, original_seq_len=8),
-        max_seq_len=32 if is_extended else 8,
+        rope=RopeConfig(rope_factor=4.0, original_seq_len=8 if is_extended else 32),
+        max_seq_len=32,
         init_std=0.5,
     )
 

@@ -7,7 +7,7 @@ import torch
 
 from labkit.config import PRESETS, GQAConfig
 from labkit.model import LatentCache, Transformer, generate
-from labkit.model.sampling import Sampler
+from labkit.model.sampling import LEAST_TEMPERATURE, Sampler
 
 TINY = PRESETS["tiny"]
 GROUPED = replace(
@@ -178,8 +178,8 @@ def test_a_low_temperature_is_nearly_greedy():
     [
         (
             {"temperature": -1.0},
-            "temperature must be 0 (greedy) or above; got -1.0. Set temperature=1.0 to "
-            "sample from the model as it is.",
+            "temperature must be 0 (greedy) or at least 0.0001, and finite; got -1.0. "
+            "Set temperature=1.0 to sample from the model as it is.",
         ),
         (
             {"top_p": 0.0},
@@ -198,8 +198,19 @@ def test_a_low_temperature_is_nearly_greedy():
         ),
         (
             {"max_new_tokens": 0},
-            "max_new_tokens must be at least 1; got 0. Set it to the number of tokens "
-            "wanted.",
+            "max_new_tokens must be a whole number of at least 1; got 0. "
+            "Set max_new_tokens to 1 or more.",
+        ),
+        (
+            {"max_new_tokens": 254},
+            "prompts and new tokens must fit in the model, after those that a cache "
+            "holds; they need 257 positions, and its max_seq_len is 256. Ask for 1 "
+            "fewer, or build the model with max_seq_len=257.",
+        ),
+        (
+            {"stop": 256},
+            "stop must be a token, 0 to 255; got 256. "
+            "Leave it out to generate all tokens.",
         ),
         (
             {"top_k": 5},
@@ -220,18 +231,82 @@ def test_bad_arguments_are_refused_with_their_remedy(options, expected):
     assert str(caught.value) == expected
 
 
-def test_an_empty_prompt_is_refused():
+@pytest.mark.parametrize("options", [{"stop": 1.5}, {"lengths": [2.0, 4]}])
+def test_parts_of_tokens_are_refused(unchecked, options):
+    with pytest.raises(ValueError, match="must .* got .*1.5|must .* got .*2.0"):
+        generate(build(), prompts(2, 4), 3, **options)
+
+
+@pytest.mark.parametrize("token", [-1, 256])
+def test_tokens_that_the_vocabulary_lacks_are_refused(token):
+    tokens = prompts(2, 4)
+    tokens[1, 3] = token
     with pytest.raises(ValueError) as caught:
-        generate(build(), torch.empty(1, 0, dtype=torch.int64), 3)
+        generate(build(), tokens, 3, lengths=[4, 2])
     assert str(caught.value) == (
-        "tokens must hold at least one prompt of one token; got shape (1, 0). Start "
-        "from a separator token if there is no text."
+        f"tokens must lie between 0 and 255, padding too; got {token}. "
+        "Encode the text for this model's vocabulary of 256."
     )
 
 
-def test_a_cache_without_room_is_refused_and_modes_are_restored():
-    model = build().train()
-    cache = LatentCache(TINY, 1, 5, dtype=torch.float32)
-    with pytest.raises(ValueError, match="positions must be below max_seq=5"):
+@pytest.mark.parametrize("temperature", [1e-40, 1e-5, float("nan"), float("inf")])
+def test_temperatures_that_leave_the_range_of_floats_are_refused(temperature):
+    with pytest.raises(ValueError, match="temperature must be 0 .greedy. or at least"):
+        Sampler(temperature)
+
+
+def test_the_least_temperature_takes_large_logits():
+    logits = torch.tensor([[3e30, 1e30, -3e30]])
+    coldest = Sampler(temperature=LEAST_TEMPERATURE)
+    assert coldest.distribution(logits).tolist() == [[1, 0, 0]]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_no_token_is_chosen_from_logits_that_are_not_finite(temperature, value):
+    logits = torch.randn(3, 5)
+    logits[1, 2:4] = value
+    sampler = Sampler(temperature)
+    for choice in (sampler.choose, sampler.distribution):
+        with pytest.raises(ValueError) as caught:
+            choice(logits)
+        assert str(caught.value) == (
+            "the logits are not finite: 2 of 15 are NaN or infinite, and no token can "
+            "be chosen from them. Look for NaN among the weights, as after training "
+            "that diverged, or compute in FP32."
+        )
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_logit_of_minus_infinity_forbids_its_token(temperature):
+    logits = torch.full((200, 4), -torch.inf)
+    logits[:, 2] = 0.5
+    assert (Sampler(temperature).choose(logits) == 2).all()
+
+
+def test_a_cache_without_room_is_refused_before_anything_is_read():
+    model = build()
+    cache = LatentCache(TINY, 1, 13, dtype=torch.float32)
+    generate(model, prompts(1, 2), 1, cache=cache)
+    with pytest.raises(ValueError) as caught:
         generate(model, prompts(1, 4), 9, cache=cache)
+    assert str(caught.value) == (
+        "prompts and new tokens must fit in the cache, after those that a cache "
+        "holds; they need 14 positions, and its max_seq is 13. Ask for 1 fewer, or "
+        "build the cache with max_seq=14."
+    )
+    assert cache.lengths == (2,)
+
+
+def test_padding_needs_room_too():
+    cache = LatentCache(TINY, 2, 8, dtype=torch.float32)
+    with pytest.raises(ValueError, match="they need 9 positions"):
+        generate(build(), prompts(2, 9), 2, cache=cache, lengths=[3, 1])
+
+
+def test_modes_are_restored_after_an_error():
+    model = build().train()
+    model.head.weight.data.fill_(torch.nan)
+    with pytest.raises(ValueError, match="the logits are not finite: 256 of 256"):
+        generate(model, prompts(1, 4), 3)
     assert all(module.training for module in model.modules())

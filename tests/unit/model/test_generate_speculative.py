@@ -152,6 +152,23 @@ def test_the_main_cache_holds_all_but_the_last_token():
     torch.testing.assert_close(cache.entries, plain.entries, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("depth", [1, 3])
+@pytest.mark.parametrize("noise", [0.0, 0.2])
+@pytest.mark.parametrize("lengths", [[5, 5], [3, 4]])
+def test_the_least_cache_that_is_accepted_suffices(depth, noise, lengths):
+    model, tokens = build(depth, noise=noise), prompts(2, 5)
+    least = max(lengths) + 20 - 1
+
+    def generated(max_seq):
+        cache = LatentCache(model.cfg, 2, max_seq, dtype=torch.float32)
+        options = {"lengths": lengths, "speculative": True}
+        return generate(model, tokens, 20, cache=cache, **options).tokens
+
+    assert generated(least).shape == (2, 20)
+    with pytest.raises(ValueError, match=f"need {least} positions, and its max_seq"):
+        generated(least - 1)
+
+
 def test_a_cache_that_holds_tokens_changes_no_output():
     model, tokens, more = build(2, noise=0.2), prompts(1, 6), prompts(1, 3)
 

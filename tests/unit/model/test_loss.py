@@ -144,6 +144,31 @@ def test_micro_batches_add_up_to_the_large_batch(cfg, cuts):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["n_tokens", "n_sequences"])
+@pytest.mark.parametrize("count", [-1, 0, 2.0])
+def test_counts_of_a_step_are_whole_numbers_from_1(unchecked, name, count):
+    with pytest.raises(ValueError) as error:
+        built().loss(*random_batch(), **{name: count})
+    assert str(error.value) == (
+        f"{name} must be a whole number of at least 1; got {count}. "
+        f"Set {name} to 1 or more."
+    )
+
+
+@pytest.mark.parametrize("weight", [-0.1, float("nan"), float("inf")])
+def test_weights_and_rates_are_finite_and_not_negative(weight):
+    model, batch = built(), random_batch()
+    load = model.loss(*batch).load
+    with pytest.raises(ValueError) as error:
+        model.update_router_bias(load, weight)
+    assert str(error.value) == (
+        f"rate must be at least 0 and finite; got {weight}. Set rate to 0 or more."
+    )
+    assert all((router.bias == 0).all() for router in model.routers())
+    with pytest.raises(ValueError, match="mtp_weight must be at least 0 and finite"):
+        model.loss(*batch, mtp_weight=weight)
+
+
 def test_load_has_a_row_per_router_that_sums_to_tokens_times_choices():
     model = built()
     tokens, targets = random_batch(4, 12)

@@ -124,11 +124,16 @@ def test_a_hole_in_the_targets_silences_the_two_predictions_that_need_it():
     torch.testing.assert_close(parts.mtp, (expected / 7).detach())
 
 
-@pytest.mark.parametrize("seq_len", [1, 2])
-def test_sequences_shorter_than_the_depth_are_no_error(seq_len):
-    parts = built(depth=3).loss(*random_batch(2, seq_len))
-    assert parts.total.isfinite()
-    assert (parts.mtp == 0) == (seq_len == 1)
+def test_sequences_are_longer_than_the_depth():
+    model = built(depth=3)
+    assert model.loss(*random_batch(2, 4)).mtp > 0
+    with pytest.raises(ValueError) as caught:
+        model.loss(*random_batch(2, 3))
+    assert str(caught.value) == (
+        "sequences must be longer than the depth of multi-token prediction, 3, because "
+        "its last module names a token that far ahead; got 3 tokens. Use 4 or more, "
+        "or set mtp=None in the model's config."
+    )
 
 
 def test_modules_are_dense_where_the_model_is():

@@ -384,14 +384,14 @@ def test_mtp_loss_and_its_gradients_agree(tmp_path, data, seed, depth):
     save_hf(model, tmp_path)
     hf = as_reference(DeepseekV3ForCausalLM.from_pretrained(tmp_path))
     mtp = mtp_model(hf, model)
-    sequence = torch.randint(0, config.vocab_size, (2, data.draw(st.integers(3, 9))))
+    length = data.draw(st.integers(depth + 2, 9))
+    sequence = torch.randint(0, config.vocab_size, (2, length))
     tokens, targets = sequence[:, :-1], sequence[:, 1:]
     assume(smallest_margin(model, tokens, targets) > NEAR_TIE)
 
     parts = model.loss(tokens, targets, mtp_weight=0.3)
     deeper = 0.3 / depth * mtp_loss(hf, mtp, tokens, targets) / tokens.numel()
     torch.testing.assert_close(parts.mtp, deeper.detach(), rtol=RTOL, atol=ATOL)
-
     main = F.cross_entropy(hf(tokens).logits.mT, targets)
     torch.testing.assert_close(parts.total, main + deeper, rtol=RTOL, atol=ATOL)
     parts.total.backward()

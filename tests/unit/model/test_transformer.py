@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from labkit.config import PRESETS, GQAConfig, MTPConfig
-from labkit.model import Transformer
+from labkit.model import LatentCache, Transformer
 from labkit.model.moe import MoE
 from labkit.model.rope import rope_frequencies
 
@@ -205,6 +205,32 @@ def test_a_meta_model_is_given_storage_and_weights_later():
         assert torch.equal(tensor, model.state_dict()[name])
     tokens = torch.randint(0, 256, (1, 5))
     assert torch.equal(model(tokens), built()(tokens))
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_step_on_meta_has_the_shapes_of_a_real_one(name):
+    cfg = VARIANTS[name]
+    model, tokens = Transformer(cfg, device="meta"), torch.randint(0, 256, (2, 12))
+    parts = []
+    for twin in (model, built(cfg)):
+        x = tokens.to(twin.head.weight.device)
+        assert twin(x).shape == (2, 12, 256)
+        parts.append(twin.loss(x, x))
+        parts[-1].total.backward()
+    for part in ("total", "main", "mtp", "balance", "load"):
+        on_meta, real = (getattr(loss, part) for loss in parts)
+        assert (on_meta.shape, on_meta.dtype) == (real.shape, real.dtype)
+        assert on_meta.is_meta
+    assert all(p.grad.shape == p.shape for p in model.parameters())
+
+
+def test_a_token_is_decoded_on_meta():
+    model = Transformer(TINY, device="meta")
+    cache = LatentCache(TINY, 1, 4, device="meta", dtype=torch.float32)
+    with torch.inference_mode():
+        for _ in range(2):
+            token = torch.zeros(1, 1, dtype=torch.int64, device="meta")
+            assert model(token, cache).shape == (1, 1, 256)
 
 
 def test_a_copy_computes_alone():

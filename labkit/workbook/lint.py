@@ -13,7 +13,7 @@ from labkit.workbook import claims
 from labkit.workbook.exercises.catalogue import exercises_of, modules
 from labkit.workbook.figures.export import MAX_PNG_BYTES
 from labkit.workbook.normalise import normalise, to_text
-from labkit.workbook.runner import header, read
+from labkit.workbook.runner import header, list_notebooks, read
 
 MAX_LINES = 20
 MEDIAN_LINES = 8
@@ -27,7 +27,10 @@ ALLOWED_PATH = "/tmp/ipykernel/cell.py"
 
 BANNED_CALLS = re.compile(r"\bsys\.path\b|\bos\.chdir\b|^\s*[%!]", re.MULTILINE)
 
-WIDGET = re.compile(r"\bwidgets\.(explore|experiment|live_training)\(")
+WIDGET = re.compile(r"\b(widgets\.(explore|experiment)|live_training)\(")
+
+OTHER_NOTEBOOK = re.compile(r"\b[Nn]otebook (\d\d)\b|\]\((\d\d)_\w+\.ipynb\)")
+"""How prose points to another notebook: by its number, or by a link."""
 
 FORBIDDEN_TAGS = ("nbval-skip", "raises-exception")
 
@@ -128,6 +131,15 @@ def must_teach(path: Path, notebook: NotebookNode) -> Iterator[str]:
         yield "it has no widget: widgets.explore"
 
 
+def must_point_to_what_is_there(path: Path, notebook: NotebookNode) -> Iterator[str]:
+    """Complain about prose that sends a reader to a notebook that is not written."""
+    prose = [cell.source for cell in notebook.cells if cell.cell_type == "markdown"]
+    written = {other.name[:2] for other in list_notebooks(path.parent)}
+    for found in OTHER_NOTEBOOK.finditer("\n".join(prose)):
+        if (number := found.group(1) or found.group(2)) not in written:
+            yield f"it points to notebook {number}, which is not in the folder"
+
+
 def must_have_its_exercises(path: Path, notebook: NotebookNode) -> Iterator[str]:
     """Complain unless each exercise of the notebook is shown, started and checked."""
     module = f"n{path.stem}"
@@ -186,6 +198,7 @@ RULES: tuple[Rule, ...] = (
     must_be_plain_python,
     must_describe_its_figures,
     must_teach,
+    must_point_to_what_is_there,
     must_have_its_exercises,
     must_settle_its_claims,
     must_be_compared,

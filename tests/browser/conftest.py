@@ -17,9 +17,13 @@ import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 
+import nbformat
 import psutil
 import pytest
+from nbformat.v4 import new_code_cell, new_notebook
 from playwright.sync_api import Error, expect, sync_playwright
+
+from labkit.workbook.normalise import METADATA
 
 ROOT = Path(__file__).resolve().parents[2]
 ARTIFACTS = ROOT / "test-artifacts" / "browser"
@@ -51,6 +55,17 @@ SETTINGS = {
 }
 
 VIEWPORT = {"width": 1280, "height": 1000}
+
+SECTIONS = """() => {
+    const page = document.querySelector('.jp-NotebookPanel:not(.lm-mod-hidden)');
+    const cells = [...page.querySelectorAll('.jp-Cell')];
+    const heads = [...page.querySelectorAll('.jp-RenderedMarkdown h2')];
+    window.sections = [cells[0], ...heads];
+    const tops = window.sections.map(node => node.getBoundingClientRect().top);
+    const end = cells.at(-1).getBoundingClientRect().bottom;
+    return [...tops.slice(1), end].map((bottom, i) => bottom - tops[i]);
+}"""
+"""Finds where the sections of a notebook begin, and returns their heights."""
 
 START_SECONDS = 60
 RUN_SECONDS = 150
@@ -167,6 +182,18 @@ def chromium():
             pytest.skip(f"{found} does not start ({str(error).splitlines()[0]})")
         yield browser
         browser.close()
+
+
+@pytest.fixture(scope="session")
+def notebook_of():
+    """Return a function that writes a notebook with a code cell for each source."""
+
+    def write(path, *sources):
+        cells = [new_code_cell(source) for source in sources]
+        nbformat.write(new_notebook(cells=cells, metadata=METADATA), path)
+        return path
+
+    return write
 
 
 @pytest.fixture
@@ -296,19 +323,45 @@ class Driver:
             key = "ArrowLeft" if now == end else "ArrowRight"
         self.page.keyboard.press(key)
 
-    def screenshot(self, part="", *, of=None):
-        """Keep a picture of the whole notebook, or of one part of it, outside git."""
-        ARTIFACTS.mkdir(parents=True, exist_ok=True)
-        path = ARTIFACTS / f"{self.name}{part}.png"
-        if of is None:
-            height = self.panel.locator(".jp-Notebook").evaluate(
-                """node => [...node.querySelectorAll('.jp-Cell')].reduce(
-                    (sum, cell) => sum + cell.getBoundingClientRect().height, 0)"""
-            )
-            self.page.set_viewport_size({"width": 1280, "height": int(height) + 200})
+    def screenshot(self, part, *, of):
+        """Keep a picture of one part of the notebook, outside git; return its path."""
+        of.scroll_into_view_if_needed()
         self.page.wait_for_timeout(300)  # images decode after they are inserted
-        (of or self.page).screenshot(path=path)
+        box, edge = of.bounding_box(), 4
+        frame = {side: box[side] - edge for side in ("x", "y")}
+        frame |= {side: box[side] + 2 * edge for side in ("width", "height")}
+        path = self.artifact(part)
+        self.page.screenshot(path=path, clip=frame)
+        return path
+
+    def screenshot_sections(self, part=""):
+        """Keep a picture of each section of the notebook, outside git."""
+        for old in ARTIFACTS.glob(f"{self.name}{part}-[0-9][0-9].png"):
+            old.unlink()
+        heights = self.page.evaluate(SECTIONS)
+        room = int(max(heights)) + 300  # for the menus above and the edge below
+        self.page.set_viewport_size({"width": VIEWPORT["width"], "height": room})
+        self.page.wait_for_timeout(300)
+        left = self.panel.bounding_box()["x"]
+        for number, height in enumerate(heights):
+            top = self.page.evaluate(
+                """number => {
+                    window.sections[number].scrollIntoView({block: "start"});
+                    return window.sections[number].getBoundingClientRect().top;
+                }""",
+                number,
+            )
+            frame = {"x": left, "y": top, "width": VIEWPORT["width"] - left}
+            self.page.screenshot(
+                path=self.artifact(f"{part}-{number:02d}"),
+                clip=frame | {"height": min(height, room - top)},
+            )
         self.page.set_viewport_size(VIEWPORT)
+
+    def artifact(self, part):
+        """Return where a picture of this notebook is kept."""
+        ARTIFACTS.mkdir(parents=True, exist_ok=True)
+        return ARTIFACTS / f"{self.name}{part}.png"
 
     def close(self):
         """Shut the kernel down and close the page."""

@@ -18,7 +18,7 @@ def test_a_notebook_runs_and_its_parts_answer(path, open_notebook):
     cells = lab.cells()
     assert [error for _, error in cells if error] == []
     assert [count for count, _ in cells] == list(range(1, len(cells) + 1))
-    lab.screenshot()
+    lab.screenshot_sections()
     move_every_control_of_every_widget(lab)
     enter_a_guess(lab)
     check_the_first_exercise(lab, exercises_of(f"n{path.stem}")[0].name)

@@ -2,12 +2,9 @@
 
 import re
 
-import nbformat
 import pytest
-from nbformat.v4 import new_code_cell, new_notebook
 from playwright.sync_api import expect
 
-from labkit.workbook.normalise import METADATA
 from labkit.workbook.runner import execute, save
 
 SETUP = """import time
@@ -16,7 +13,8 @@ import torch
 from labkit.config import PRESETS, TrainConfig
 from labkit.model import Transformer
 from labkit.training import Trainer, corpus
-from labkit.workbook import exercise, figures, lab, widgets"""
+from labkit.workbook import exercise, figures, lab, widgets
+from labkit.workbook.widgets.training import live_training"""
 
 GUESS = """guess = lab.guess("bytes that one token keeps", unit="bytes")
 choice = lab.guess("what limits decoding", choices=("compute", "memory"))"""
@@ -60,17 +58,11 @@ TRAIN = """torch.set_num_threads(1)
 text = corpus.from_folder(Path("text"))
 recipe = TrainConfig(n_steps=2000, seq_len=64)
 trainer = Trainer(Transformer(PRESETS["tiny"]), recipe, text)
-records = await widgets.live_training(trainer, 2000, caption="tiny on text")"""
-
-
-def notebook_of(path, *sources):
-    cells = [new_code_cell(source) for source in sources]
-    nbformat.write(new_notebook(cells=cells, metadata=METADATA), path)
-    return path
+records = await live_training(trainer, 2000, caption="tiny on text")"""
 
 
 @pytest.fixture(scope="module")
-def parts(tmp_path_factory):
+def parts(tmp_path_factory, notebook_of):
     path = tmp_path_factory.mktemp("parts") / "parts.ipynb"
     notebook_of(path, SETUP, GUESS, REVEAL, EXPLORE, EXERCISE, EXPERIMENT)
     save(execute(path))
@@ -80,10 +72,10 @@ def parts(tmp_path_factory):
 def test_guess_explore_check_and_experiment_answer(parts, open_notebook):
     lab = open_notebook(parts)
     assert lab.stored_figures() == ["MLA: 960 values, 1024 tokens, causal False"]
-    lab.screenshot("-stored")
+    lab.screenshot_sections("-stored")
     lab.run_all()
     assert [error for _, error in lab.cells()] == [""] * 6
-    lab.screenshot("-start")
+    lab.screenshot_sections("-start")
 
     guess_and_reveal(lab)
     move_every_control(lab)
@@ -143,7 +135,7 @@ def run_and_stop_an_experiment(lab):
 
 
 @pytest.fixture
-def training(tmp_path, server):
+def training(tmp_path, server, notebook_of):
     text = server.folder / "text"
     text.mkdir(exist_ok=True)
     for number in range(40):
@@ -172,13 +164,13 @@ def test_a_run_shows_its_loss_and_ends_at_stop_with_all_it_learned(
     counts = lab.panel.locator(".jp-OutputArea-executeResult").last.inner_text()
     done, kept = map(int, re.findall(r"\d+", counts)[-2:])
     assert 0 < done == kept < 2000
-    lab.screenshot("-stopped")
+    lab.screenshot_sections("-stopped")
     interrupt_the_kernel_instead(lab, kept)
 
 
 def interrupt_the_kernel_instead(lab, n_before):
     """Train on, and end with the kernel's own interrupt: nothing is lost either."""
-    lab.start_code("records = await widgets.live_training(trainer, 2000)")
+    lab.start_code("records = await live_training(trainer, 2000)")
     view = lab.panel.locator(".labkit-training").last
     expect(view.get_by_role("status")).to_contain_text("· loss", timeout=30_000)
     lab.do("await window.jupyterapp.commands.execute('notebook:interrupt-kernel')")

@@ -204,7 +204,8 @@ EXERCISES = (
         ),
         solution=342,
         because="a layer sends each token to 8 of 256 experts, so filling all of them "
-        "takes about 10,900 tokens at once: why decoding in small batches is slow.",
+        "takes about 10,900 tokens at once, evenly spread: why decoding in small "
+        "batches is slow.",
     ),
     Exercise(
         name="mfu_of_a_run",

@@ -198,8 +198,8 @@ def _fit(plan: CachePlan) -> str:
     text = (
         f"{plan.batch} × {plan.context:,} tokens take "
         f"{plan.cache_bytes / 1e9:,.3g} GB, which an H800 reads in "
-        f"{plan.read_seconds * 1e3:,.3g} ms per decoding step; beside "
-        f"{plan.weight_bytes / 1e9:,.3g} GB of weights {room:,} tokens fit"
+        f"{plan.read_seconds * 1e3:,.3g} ms per decoding step; beside its "
+        f"{plan.weight_bytes / 1e9:,.3g} GB share of the weights {room:,} tokens fit"
     )
     if plan.batch * plan.context <= room:
         return f"{text}."

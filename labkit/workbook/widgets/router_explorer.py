@@ -54,7 +54,6 @@ class RouterExplorer:
         _, experts = self.decide(expert, starved)
         scores = self.affinity.clone()
         scores[expert] += starved * BIAS_PER_STEP
-        per_group = self._n_experts // self._n_groups
         is_in = "visits" if expert in experts else "passes by"
         choice = Choice(
             scores=scores.tolist(),
@@ -65,7 +64,7 @@ class RouterExplorer:
         return routing(
             choice,
             title=f"After {starved:,} underloaded steps the token {is_in} expert "
-            f"{expert}, in group {expert // per_group}",
+            f"{expert}, in group {self._group(expert)}",
             watched=(expert, float(self.affinity[expert])),
         )
 
@@ -83,7 +82,8 @@ class RouterExplorer:
             f"{starved:,} steps: "
         )
         if expert not in experts:
-            return f"{start}not among the {len(experts)} chosen."
+            why = self._obstacle(expert, experts, bias)
+            return f"{start}not among the {len(experts)} chosen: {why}."
         rank = 1 + experts.index(expert)
         weight = float(weights[rank - 1])
         total = float(self.affinity[experts].sum())
@@ -92,3 +92,18 @@ class RouterExplorer:
             f"{weight:.3f} = {self._router.moe.route_scale:g} · {affinity:.3f} / "
             f"{total:.3f} does not contain the bias."
         )
+
+    def _obstacle(self, expert: int, chosen: list[int], bias: float) -> str:
+        """Return why an expert was not chosen: its group, its score, or both."""
+        scores = self.affinity.clone()
+        scores[expert] += bias
+        n_beaten = int((scores[chosen] < scores[expert]).sum())
+        group = self._group(expert)
+        if group in self.open_groups(scores):
+            return "its score is below theirs"
+        if not n_beaten:
+            return f"group {group} is closed, and its score is below theirs"
+        return f"group {group} is closed, though its score beats {n_beaten} of them"
+
+    def _group(self, expert: int) -> int:
+        return expert // (self._n_experts // self._n_groups)

@@ -32,8 +32,22 @@ def test_without_bias_the_best_two_are_chosen(explorer):
     torch.testing.assert_close(weights, 2.5 * torch.tensor([0.8, 0.7]) / 1.5)
     assert explorer.describe(0, 0) == (
         "Expert 0 has affinity 0.100, and bias 0.000 after 0 steps: not among the 2 "
-        "chosen."
+        "chosen: group 0 is closed, and its score is below theirs."
     )
+
+
+@pytest.mark.parametrize(
+    ("expert", "starved", "why"),
+    [
+        (0, 500, "group 0 is closed, and its score is below theirs."),  # 0.6
+        (0, 650, "group 0 is closed, though its score beats 1 of them."),  # 0.75 > 0.7
+        (4, 0, "its score is below theirs."),  # group 2 is open, and 0.5 < 0.7
+    ],
+)
+def test_an_expert_that_is_left_out_learns_what_stands_in_its_way(
+    explorer, expert, starved, why
+):
+    assert explorer.describe(expert, starved).endswith(f"not among the 2 chosen: {why}")
 
 
 def test_the_bias_chooses_and_the_affinity_weighs(explorer):

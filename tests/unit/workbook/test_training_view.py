@@ -9,8 +9,7 @@ import torch
 from labkit.config import PRESETS, TrainConfig
 from labkit.model import Transformer
 from labkit.training import Trainer, corpus
-from labkit.workbook.widgets import live_training
-from labkit.workbook.widgets.training import TrainingView
+from labkit.workbook.widgets.training import TrainingView, live_training
 
 
 @pytest.fixture(autouse=True)

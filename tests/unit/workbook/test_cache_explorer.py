@@ -28,8 +28,8 @@ def test_it_starts_at_deepseek_v3_with_one_sequence_of_128k():
     assert describe(**START) == (
         "MLA (latent 512) keeps 70,272 bytes per token, GQA (8 KV heads) would keep "
         "249,856, MHA (128 heads) 3,997,696. 1 × 131,072 tokens take 9.21 GB, which an "
-        "H800 reads in 2.75 ms per decoding step; beside 41.9 GB of weights 620,185 "
-        "tokens fit."
+        "H800 reads in 2.75 ms per decoding step; beside its 41.9 GB share of the "
+        "weights 620,185 tokens fit."
     )
 
 

@@ -1,0 +1,187 @@
+"""What autograd keeps of a training step's forward pass: by operator, by module.
+
+Arithmetic on a config. On a CPU it equals, to the byte, what `saved_tensors_hooks`
+sees of `Transformer.loss`, once each expert's load is known; the batch itself, which
+belongs to the caller, is not counted. For a GPU the same list is made of fused
+kernels for norms and attention, and has not been compared with one.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+import torch
+
+from labkit.config import ModelConfig
+from labkit.memory.kept_attention import attention_tape, rotations
+from labkit.memory.kept_ffn import mlp_tape, moe_tape, padded_rows, padding_multiple
+from labkit.memory.tape import (
+    EXACT_BYTES,
+    INDEX_BYTES,
+    Kept,
+    Op,
+    Pass,
+    activation,
+    linear,
+    norm,
+)
+
+Load = Sequence[Sequence[int]]
+"""Tokens of each expert, a row per router, as `LossParts.load.tolist()` gives it."""
+
+
+def block_tape(
+    cfg: ModelConfig,
+    step: Pass,
+    *,
+    is_dense: bool,
+    stream: torch.dtype,
+    load: Sequence[int] | None = None,
+) -> Iterator[Op]:
+    """Yield the operators of one layer, names relative to its own.
+
+    Args:
+        cfg: the model.
+        step: the pass.
+        is_dense: whether its feed-forward network is.
+        stream: dtype of the residual stream.
+        load: tokens of each expert; None takes even routing.
+    """
+    x = activation("input", step.n_tokens * cfg.dim, stream)
+    yield norm(step, "attn_norm", cfg.dim, dtype=stream, kept=(x,))
+    attention = attention_tape(cfg.attention, cfg.dim, step)
+    yield from _within("attn", attention)
+    yield norm(step, "ffn_norm", cfg.dim, dtype=stream, kept=(x,))
+    if is_dense or cfg.moe is None:
+        yield from _within("ffn", mlp_tape((cfg.dim, cfg.inter_dim), step))
+        return
+    n_rows = None
+    if load is not None:
+        n_rows = padded_rows(load, padding_multiple(cfg.moe, step))
+    yield from _within("ffn", moe_tape(cfg.moe, cfg.dim, step, n_rows=n_rows))
+
+
+def model_tape(cfg: ModelConfig, step: Pass, *, load: Load | None = None) -> list[Op]:
+    """Return the operators of `Transformer.loss`, in the order of the forward pass.
+
+    Args:
+        cfg: the model.
+        step: the pass.
+        load: tokens of each expert, a row per router, MTP's last; None takes even
+            routing.
+
+    Raises:
+        ValueError: sequences are not longer than the MTP modules are many.
+    """
+    if step.seq_len <= cfg.n_mtp:
+        raise ValueError(
+            "sequences must be longer than the depth of multi-token prediction, "
+            f"{cfg.n_mtp}; got {step.seq_len} tokens. Use {cfg.n_mtp + 1} or more."
+        )
+    loads = iter(load or ())
+    ops = list(_within("layers.0", [rotations(cfg.attention, step)]))
+    for index in range(cfg.n_layers):
+        is_dense = cfg.moe is None or index < cfg.n_dense_layers
+        layer = block_tape(
+            cfg,
+            step,
+            is_dense=is_dense,
+            stream=step.weights,
+            load=None if is_dense else next(loads, None),
+        )
+        ops += _within(f"layers.{index}", layer)
+    x = activation("input", step.n_tokens * cfg.dim, step.weights)
+    ops.append(norm(step, "norm", cfg.dim, dtype=step.weights, kept=(x,)))
+    ops += _head_tape(cfg, step)
+    for depth in range(1, cfg.n_mtp + 1):
+        shorter = replace(step, seq_len=step.seq_len - depth)
+        ops.append(Op("embed", (Kept("tokens", shorter.n_tokens * INDEX_BYTES),)))
+        mtp = _mtp_tape(cfg, shorter, load=next(loads, None))
+        ops += _within(f"mtp.{depth - 1}", mtp)
+        ops += _head_tape(cfg, shorter, is_first=False)
+    return ops + _balance_tape(cfg, step)
+
+
+def _mtp_tape(
+    cfg: ModelConfig, step: Pass, *, load: Sequence[int] | None
+) -> Iterator[Op]:
+    size, dtype = step.n_tokens * cfg.dim, step.compute
+    embedded = activation("input", size, step.weights)
+    yield norm(step, "enorm", cfg.dim, dtype=step.weights, kept=(embedded,))
+    yield norm(step, "hnorm", cfg.dim, dtype=dtype)  # the head kept its input
+    joined = activation("input", 2 * size, dtype)
+    yield linear(step, "eh_proj", (2 * cfg.dim, cfg.dim), kept=(joined,))
+    yield from _within("block", [rotations(cfg.attention, step)])
+    # The projection's result starts a new residual stream, in its own dtype.
+    block = block_tape(
+        cfg,
+        step,
+        is_dense=cfg.moe is None,
+        stream=dtype,
+        load=load,
+    )
+    yield from _within("block", block)
+    last = activation("input", size, dtype)
+    yield norm(step, "norm", cfg.dim, dtype=dtype, kept=(last,))
+
+
+def _head_tape(cfg: ModelConfig, step: Pass, *, is_first: bool = True) -> list[Op]:
+    """Return head and cross-entropy; MTP uses the head that is there already."""
+    n, size = step.n_tokens, step.n_tokens * cfg.dim
+    normed = activation("input", size, step.compute)
+    head = linear(step, "head", (cfg.dim, cfg.vocab_size), kept=(normed,))
+    if not is_first:
+        head = head._replace(kept=(normed,))
+    kept = [Kept("log-probabilities", n * cfg.vocab_size * EXACT_BYTES, "logits")]
+    if not is_first:
+        kept.append(Kept("targets", n * INDEX_BYTES))
+    kept.append(Kept("total weight", EXACT_BYTES))
+    return [head, Op("loss", tuple(kept))]
+
+
+def _balance_tape(cfg: ModelConfig, step: Pass) -> list[Op]:
+    if cfg.moe is None or not cfg.moe.balance_loss_weight:
+        return []
+    lengths = [step.seq_len] * cfg.n_moe_layers
+    lengths += [step.seq_len - depth for depth in range(1, cfg.n_mtp + 1)]
+    n_experts = cfg.moe.n_routed_experts
+    return [
+        Op(
+            "loss",
+            (
+                Kept("sums of affinities", step.batch * length * EXACT_BYTES),
+                Kept("shares of choices", step.batch * n_experts * EXACT_BYTES),
+            ),
+        )
+        for length in lengths
+    ]
+
+
+def _within(module: str, ops: Iterable[Op]) -> Iterator[Op]:
+    for op in ops:
+        yield op._replace(module=f"{module}.{op.module}".rstrip("."))
+
+
+def bytes_by_module(ops: Iterable[Op]) -> dict[str, int]:
+    """Return the bytes of activations by the module that keeps them first.
+
+    Copies of weights are one entry, "casts"; logits are a part of their own, and not
+    among them.
+    """
+    by_module: dict[str, int] = {}
+    for op in ops:
+        for kept in op.kept:
+            if kept.part != "logits":
+                name = "casts" if kept.part == "casts" else op.module
+                by_module[name] = by_module.get(name, 0) + kept.n_bytes
+    return by_module
+
+
+def bytes_by_part(ops: Iterable[Op]) -> dict[str, int]:
+    """Return the bytes of activations, and of logits, at the end of the forward."""
+    by_part = {"activations": 0, "logits": 0}
+    for op in ops:
+        for kept in op.kept:
+            by_part["logits" if kept.part == "logits" else "activations"] += (
+                kept.n_bytes
+            )
+    return by_part

@@ -1,0 +1,134 @@
+"""The tape of a forward pass: what each operator keeps until its backward has run.
+
+Autograd keeps storages, not tensors: a view keeps all of its base alive, and what two
+operators keep is there once. So each storage stands on the tape once, at the operator
+that keeps it first, which is the last to give it back.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+
+from labkit.config.checks import named, require_choice, require_whole
+
+EXACT_BYTES = 4
+"""Of a value that stays in FP32 whatever the precision."""
+
+INDEX_BYTES = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pass:
+    """One forward and backward pass: how many tokens, in which dtypes, and where."""
+
+    batch: int
+    """Sequences of the micro-batch."""
+
+    seq_len: int
+
+    weights: torch.dtype = torch.float32
+
+    compute: torch.dtype = torch.float32
+    """Of matrix products; with FP32 weights, autocast makes copies of them in it."""
+
+    device: Literal["cpu", "gpu"] = "cpu"
+    """Whose kernels run. What is said of a GPU's has not been compared with one."""
+
+    def __post_init__(self) -> None:
+        require_whole(named(self, "batch", "seq_len"))
+        require_choice(named(self, "device"), ("cpu", "gpu"))
+        if self.weights != self.compute and self.weights != torch.float32:
+            raise ValueError(
+                "autocast computes in a dtype narrower than the weights'; got weights "
+                f"in {self.weights} and products in {self.compute}. Set "
+                f"compute={self.weights}, or weights=torch.float32."
+            )
+
+    @property
+    def n_tokens(self) -> int:
+        return self.batch * self.seq_len
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether autocast is on."""
+        return self.weights != self.compute
+
+
+class Kept(NamedTuple):
+    """One storage that the backward waits for."""
+
+    what: str
+    n_bytes: int
+    part: Literal["activations", "casts", "logits"] = "activations"
+    """Casts are copies of weights; a report adds them to the activations."""
+
+    is_split: bool = True
+    """Whether tensor-parallel ranks hold a part each: of the width or, as in sequence
+    parallelism, of the tokens. Latents are whole on each."""
+
+
+class Op(NamedTuple):
+    """One operator, or a few in a row that keep and give back together."""
+
+    module: str
+    """Whose forward runs it, as in `named_modules`; the loss outside all of them."""
+
+    kept: tuple[Kept, ...] = ()
+    """Storages that no operator before it kept."""
+
+    gradient_bytes: int = 0
+    """Of the parameters' gradients that its backward makes."""
+
+
+def activation(what: str, n_values: int, dtype: torch.dtype, **more: bool) -> Kept:
+    """Return a kept storage of so many values."""
+    return Kept(what, n_values * dtype.itemsize, **more)
+
+
+def linear(
+    step: Pass, module: str, widths: tuple[int, int], *, kept: Iterable[Kept] = ()
+) -> Op:
+    """Return a linear layer; autocast keeps a copy of its weight besides `kept`.
+
+    Args:
+        step: the pass.
+        module: the layer's name.
+        widths: of its input and of its output.
+        kept: its input, unless another operator kept it before.
+    """
+    n_weights = widths[0] * widths[1]
+    copy = Kept("weight", n_weights * step.compute.itemsize, "casts")
+    return Op(
+        module,
+        (copy, *kept) if step.is_mixed else tuple(kept),
+        gradient_bytes=n_weights * step.weights.itemsize,
+    )
+
+
+def norm(
+    step: Pass,
+    module: str,
+    width: int,
+    *,
+    dtype: torch.dtype,
+    kept: Iterable[Kept] = (),
+) -> Op:
+    """Return an RMS norm, which keeps its input and each vector's inverse scale.
+
+    On a GPU autocast computes it in FP32, from a copy unless its input is.
+
+    Args:
+        step: the pass.
+        module: the norm's name.
+        width: of each vector.
+        dtype: of its input.
+        kept: its input, unless another operator kept it before.
+    """
+    n, exact = step.n_tokens, torch.float32
+    if step.device == "gpu" and step.is_mixed and dtype != exact:
+        kept = (activation("input in FP32", n * width, exact),)
+    scales = activation("inverse scales", n, exact)
+    gradient_bytes = width * step.weights.itemsize
+    return Op(module, (*kept, scales), gradient_bytes=gradient_bytes)

@@ -3,7 +3,7 @@
 To take it anew after the widget has changed, and then mend the words beside it:
 
     .venv/bin/python -m pytest tests/browser/test_readme.py
-    cp test-artifacts/browser/readme-explorer.png docs/explorer.png
+    cp test-artifacts/browser/readme-explorer.png notebooks/explorer.png
 """
 
 import re

@@ -79,7 +79,7 @@ def biases_of(cfg):
 
 
 @given(models())
-@settings(max_examples=25)
+@settings(max_examples=15)
 def test_the_list_of_weights_is_the_models_own(cfg):
     listed = {w.name: w.shape for w in embedding_weights(cfg) + head_weights(cfg)}
     for i in range(cfg.n_layers):

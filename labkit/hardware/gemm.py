@@ -5,6 +5,7 @@ overlap, so a product takes at least the longer of the two. Which one that is de
 on its arithmetic intensity, the FLOPs it does for each byte it moves.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import cycle
@@ -12,6 +13,9 @@ from time import perf_counter
 from typing import Literal
 
 import torch
+
+GEMM_DTYPES = ("float32", "bfloat16", "float16")
+"""What torch multiplies on every kind of device."""
 
 WEIGHT_BYTES = 128 * 2**20
 """Weights that timed products walk through: several times any last-level cache."""
@@ -91,17 +95,20 @@ def time_rows(
     that no cache holds the weights. Fastest of repeated, alternating runs.
 
     Args:
-        rows: values of m.
+        rows: values of m, at least one.
         size: rows and columns of each weight matrix.
         dtype: of all matrices.
         seconds: about how long to measure, after two runs of each.
 
     Raises:
-        ValueError: no time is given.
+        ValueError: no time or no m is given, or another dtype than `GEMM_DTYPES`.
     """
-    if not seconds > 0:
+    require_seconds(seconds)
+    require_dtype(dtype)
+    if not rows or min(rows) < 1:
         raise ValueError(
-            f"seconds must be above 0; got {seconds}. Set seconds=1.5 or so."
+            f"rows must hold whole numbers of at least 1; got {list(rows)}. "
+            "Set rows=(1, 64) or so."
         )
     kind = getattr(torch, dtype)
     generator = torch.Generator().manual_seed(0)
@@ -129,3 +136,20 @@ def time_rows(
         TimedGemm(gemm=Gemm(m=m, k=size, n=size, itemsize=kind.itemsize), seconds=least)
         for m, least in zip(rows, fastest, strict=True)
     )
+
+
+def require_seconds(seconds: float) -> None:
+    """Raise ValueError unless this is a time to measure for."""
+    if not 0 < seconds < math.inf:
+        raise ValueError(
+            f"seconds must be above 0 and finite; got {seconds}. Set seconds=2 or so."
+        )
+
+
+def require_dtype(name: str) -> None:
+    """Raise ValueError unless the products of this dtype can be timed."""
+    if name not in GEMM_DTYPES:
+        raise ValueError(
+            f"dtype must be one of {', '.join(map(repr, GEMM_DTYPES))}; got {name!r}. "
+            "Set dtype='float32' or another of these."
+        )

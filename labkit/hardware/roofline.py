@@ -5,16 +5,15 @@ slow a run down. Square matrix products are tried at several sizes and the best 
 The runs of all dtypes and sizes alternate, so that a busy moment befalls all alike.
 """
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
 import torch
 
+from labkit.hardware.gemm import GEMM_DTYPES, require_dtype, require_seconds
 from labkit.hardware.units import rate
 
-GEMM_DTYPES = ("float32", "bfloat16", "float16")
 CPU_SIZES = (256, 512, 1024, 2048)
 ACCELERATOR_SIZES = (1024, 2048, 4096, 8192)
 
@@ -105,13 +104,12 @@ def measure(
     random state is left alone. On accelerators this has not been run.
 
     Raises:
-        ValueError: no time is given, or float32, which the rest is compared with, is
-            missing.
+        ValueError: no time is given, a dtype is none of `GEMM_DTYPES`, or float32,
+            which the rest is compared with, is missing.
     """
-    if not 0 < seconds < math.inf:
-        raise ValueError(
-            f"seconds must be above 0 and finite; got {seconds}. Set seconds=5 or so."
-        )
+    require_seconds(seconds)
+    for dtype in dtypes:
+        require_dtype(dtype)
     if "float32" not in dtypes:
         raise ValueError(
             "dtypes must include 'float32', which the others are compared with; got "

@@ -1,3 +1,4 @@
+import math
 from time import perf_counter
 
 import pytest
@@ -54,6 +55,23 @@ def test_more_rows_use_a_weight_more_often_and_run_faster():
     assert many.flops > one.flops
 
 
-def test_time_must_be_given():
-    with pytest.raises(ValueError, match="seconds must be above 0; got 0"):
-        time_rows((1,), seconds=0)
+@pytest.mark.parametrize("seconds", [0, math.nan, math.inf])
+def test_a_time_must_be_given_that_ends(seconds):
+    rule = f"seconds must be above 0 and finite; got {seconds}"
+    with pytest.raises(ValueError, match=rule):
+        time_rows((1,), seconds=seconds)
+
+
+@pytest.mark.parametrize("rows", [(), (4, 0)])
+def test_rows_must_be_given(rows):
+    with pytest.raises(ValueError) as caught:
+        time_rows(rows)
+    assert str(caught.value) == (
+        f"rows must hold whole numbers of at least 1; got {list(rows)}. "
+        "Set rows=(1, 64) or so."
+    )
+
+
+def test_an_unknown_dtype_is_refused():
+    with pytest.raises(ValueError, match="dtype must be one of 'float32', 'bfloat16'"):
+        time_rows((1,), dtype="fp8")

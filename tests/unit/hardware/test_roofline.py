@@ -121,7 +121,16 @@ def test_no_time_is_refused():
     with pytest.raises(ValueError) as caught:
         measure(seconds=0)
     assert str(caught.value) == (
-        "seconds must be above 0 and finite; got 0. Set seconds=5 or so."
+        "seconds must be above 0 and finite; got 0. Set seconds=2 or so."
+    )
+
+
+def test_a_dtype_that_no_product_is_timed_in_is_refused():
+    with pytest.raises(ValueError) as caught:
+        measure(dtypes=("float32", "fp8"))
+    assert str(caught.value) == (
+        "dtype must be one of 'float32', 'bfloat16', 'float16'; got 'fp8'. "
+        "Set dtype='float32' or another of these."
     )
 
 

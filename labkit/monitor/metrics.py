@@ -95,7 +95,7 @@ class Monitor:
     """Writes the records of a run and tells its listeners.
 
     Args:
-        path: JSON Lines file to append to; None writes none.
+        path: JSON Lines file to append to, made by the first record; None writes none.
         tensorboard: also write TensorBoard events beside `path`. Where TensorBoard
             is not installed, one warning says how to get it.
         interval: record every so many steps.
@@ -120,15 +120,16 @@ class Monitor:
         self.interval = interval
         self.listeners = list(on_step)
         self.peak_flops = peak_flops
-        if self.path is not None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            _cut_torn_line(self.path)
-        self._writer = _tensorboard_writer(self.path) if tensorboard else None
+        self._has_events = tensorboard
+        self._writer: Any | None = None
+        self._is_open = False
 
     def record(self, metrics: StepMetrics) -> None:
         """Write the record and tell the listeners, if its step is due."""
         if metrics.step % self.interval:
             return
+        if not self._is_open:
+            self._open()
         if self.path is not None:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(asdict(metrics)) + "\n")
@@ -136,6 +137,15 @@ class Monitor:
             _write_scalars(self._writer, metrics)
         for listener in self.listeners:
             listener(metrics)
+
+    def _open(self) -> None:
+        """Prepare the files; not earlier, so that a run refused leaves none."""
+        if self.path is not None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            _cut_torn_line(self.path)
+        if self._has_events:
+            self._writer = _tensorboard_writer(self.path)
+        self._is_open = True
 
 
 def read_jsonl(path: str | Path) -> list[StepMetrics]:

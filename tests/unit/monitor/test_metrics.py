@@ -42,6 +42,12 @@ def test_records_come_back_equal(tmp_path):
     assert read_jsonl(path) == [at(1), at(2)]
 
 
+def test_nothing_is_made_before_the_first_record(tmp_path):
+    monitor = Monitor(tmp_path / "new" / "metrics.jsonl", tensorboard=True, interval=2)
+    write(monitor, 1)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_each_line_is_a_json_object_with_the_fields_names(tmp_path):
     path = tmp_path / "metrics.jsonl"
     write(Monitor(path), 1)

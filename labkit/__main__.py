@@ -5,6 +5,8 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+from labkit.commands.terms import in_options
+
 COMMANDS = {
     "doctor": "say what this machine can run, what will be skipped, and the remedies",
     "train": "train a preset on a folder of text, here or under torchrun",
@@ -14,7 +16,10 @@ COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status; a mistake in its use gives 2."""
+    """Run one command and return its exit status.
+
+    A mistake in its use gives 2; a disk or a folder that fails it gives 1.
+    """
     listing = "\n".join(f"  {name:<12}{text}" for name, text in COMMANDS.items())
     parser = argparse.ArgumentParser(
         prog="python -m labkit",
@@ -41,9 +46,10 @@ def _run(name: str, arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     try:
         return command.run(options)
-    except ValueError as error:
-        print(f"labkit {name}: {error}", file=sys.stderr)
-        return 2
+    except (ValueError, OSError) as error:
+        message = in_options(str(error), command.TERMS)
+        print(f"labkit {name}: {message}", file=sys.stderr)
+        return 2 if isinstance(error, ValueError) else 1
     except KeyboardInterrupt:
         return 130
 

@@ -30,6 +30,8 @@ LEAST_DISK = GIB
 LEAST_TEXT = 2**20
 """Bytes of source for the corpus of the book."""
 
+TERMS = {"seconds": "--seconds"}
+
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 BROWSER_REMEDY = "Debian and Ubuntu: sudo apt-get install chromium"
 INSTALL = "pip install -e '.[test]'"

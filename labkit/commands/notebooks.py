@@ -25,6 +25,8 @@ from labkit.workbook.runner import (
 README = NOTEBOOKS.parent / "README.md"
 RUN_ALL = NOTEBOOKS.parent / "tests" / "run_all.py"
 
+TERMS: dict[str, str] = {}
+
 TABLE = re.compile(
     r"(?<=<!-- notebooks -->\n).*?(?=\n<!-- end of notebooks -->)", re.DOTALL
 )
@@ -48,6 +50,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Do what was asked; return 1 if a notebook failed or differs."""
+    if options.fresh and not options.execute:
+        raise ValueError(
+            "--fresh says how to execute and needs --execute. "
+            "Add --execute, or leave --fresh out."
+        )
     if options.test:
         if options.numbers:
             raise ValueError(

@@ -7,7 +7,7 @@ python -m labkit train --resume runs/small
 
 import argparse
 import os
-import sys
+import secrets
 import textwrap
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,7 +23,8 @@ from labkit.model import Transformer, generate
 from labkit.monitor import Monitor, StepMetrics
 from labkit.training import RECIPES, Corpus, Trainer, corpus, faster_precision
 from labkit.training.ranks import Ranks, process_group
-from labkit.training.trainer import METRICS_NAME
+from labkit.training.run_folder import METRICS_NAME, require_new
+from labkit.training.trainer import require_fit
 from labkit.training.windows import Windows
 
 BYTES_PER_PARAMETER = 16
@@ -32,11 +33,28 @@ BYTES_PER_PARAMETER = 16
 MOST_THREADS = 1024
 """Far beyond it, starting the threads exhausts the process and ends it."""
 
+LEAST = {"save_every": 1, "log_every": 1, "sample": 0}
+"""Smallest values of options that no config checks."""
+
 RECIPE_OPTIONS = ("n_steps", "global_batch", "micro_batch", "seq_len", "lr", "seed")
+NEW_RUN_OPTIONS = ("preset", "corpus", "out", "precision", *RECIPE_OPTIONS)
+
 PROMPT = "def "
 """What the sample at the end goes on from."""
 
-NEW_RUN_OPTIONS = ("preset", "corpus", "out", "precision", *RECIPE_OPTIONS)
+TERMS = {
+    "n_steps": "--steps",
+    "global_batch": "--global-batch",
+    "micro_batch": "--micro-batch",
+    "seq_len": "--seq-len",
+    "lr": "--lr",
+    "seed": "--seed",
+    "run_dir": "--out",
+    "build the model": "choose a preset",
+    r"corpus\.from_folder": "--corpus",
+    r"Trainer\.save": "labkit train",
+    r"Trainer\.resume\('(.*?)'\)": r"--resume \1",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,11 +91,7 @@ def run(options: argparse.Namespace) -> int:
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     with process_group() as ranks:
-        try:
-            _train(options, ranks)
-        except OSError as error:
-            print(f"labkit train: {error}", file=sys.stderr)
-            return 1
+        _train(options, ranks)
     return 0
 
 
@@ -89,6 +103,12 @@ def _check(options: argparse.Namespace) -> None:
                 f"--{name} must name a folder; got an empty name (an unset variable?). "
                 f"Give the folder, or leave --{name} out."
             )
+    for name, least in LEAST.items():
+        if getattr(options, name) < least:
+            raise ValueError(
+                f"{_flag(name)} must be at least {least}; got "
+                f"{getattr(options, name)}. Set {_flag(name)} to {least} or more."
+            )
     if options.threads is not None and not 1 <= options.threads <= MOST_THREADS:
         raise ValueError(
             f"--threads must lie between 1 and {MOST_THREADS}; got {options.threads}. "
@@ -97,11 +117,14 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _train(options: argparse.Namespace, ranks: Ranks) -> None:
-    say = print if ranks.is_first else _say_nothing
+    def say(text: str) -> None:
+        if ranks.is_first:
+            print(text, flush=True)
+
     trainer = _resumed(options) if options.resume else _new(options, ranks)
     if ranks.is_first:
         trainer.monitor = _monitor(options, trainer)
-    say(_describe(trainer), flush=True)
+    say(_describe(trainer))
     trainer.run(progress=False, save_every=options.save_every)
     evaluation = trainer.evaluate()
     say(
@@ -109,11 +132,11 @@ def _train(options: argparse.Namespace, ranks: Ranks) -> None:
         f"{evaluation.bits_per_byte:.4f} bits per byte"
     )
     if options.sample > 0 and ranks.is_first:
-        print(_sample(trainer, options.sample))
+        say(_sample(trainer, options.sample))
     if trainer.n_steps_done < trainer.train.n_steps:
         command = f"python -m labkit train --resume {trainer.run_dir}"
         say(f"stopped after step {trainer.n_steps_done}; go on with: {command}")
-    say(f"saved in {trainer.run_dir}", flush=True)
+    say(f"saved in {trainer.run_dir}")
 
 
 def _sample(trainer: Trainer, n_bytes: int) -> str:
@@ -135,10 +158,6 @@ def _sample(trainer: Trainer, n_bytes: int) -> str:
     return "sample\n" + textwrap.indent(text, "    | ", predicate=lambda _: True)
 
 
-def _say_nothing(*_: object, **__: object) -> None:
-    pass
-
-
 def _resumed(options: argparse.Namespace) -> Trainer:
     given = [name for name in NEW_RUN_OPTIONS if getattr(options, name) is not None]
     if given:
@@ -147,30 +166,40 @@ def _resumed(options: argparse.Namespace) -> Trainer:
             f"got {', '.join(_flag(name) for name in given)}. Leave them out."
         )
     trainer = Trainer.resume(options.resume, device=_device())
-    trainer.run_dir = trainer.run_dir or Path(options.resume).parent
+    if trainer.run_dir is None:  # a copy under another name: a run of its own
+        trainer.run_dir = Path(options.resume).parent
+        require_new(trainer.run_dir)
     return trainer
 
 
 def _flag(name: str) -> str:
-    return "--steps" if name == "n_steps" else f"--{name.replace('_', '-')}"
+    return TERMS.get(name, f"--{name.replace('_', '-')}")
 
 
 def _new(options: argparse.Namespace, ranks: Ranks) -> Trainer:
     preset = options.preset or "tiny"
-    train = _recipe(options, preset)
+    cfg, train = PRESETS[preset], _recipe(options, preset)
+    run_dir = Path(options.out or f"runs/{_run_name(preset)}")
+    # All that can be refused is, before the corpus writes its tokens.
+    ranks.share(train.global_batch)
+    require_fit(cfg, train)
+    require_new(run_dir)
+    _require_memory(preset, cfg, ranks)
     text = (
-        corpus.standard_library()
+        corpus.standard_library(seq_len=train.seq_len)
         if options.corpus is None
-        else corpus.from_folder(options.corpus)
+        else corpus.from_folder(options.corpus, seq_len=train.seq_len)
     )
-    _require_memory(preset, PRESETS[preset], ranks)
     generator = torch.Generator(_device()).manual_seed(train.seed)
-    model = Transformer(PRESETS[preset], device=_device(), generator=generator)
+    model = Transformer(cfg, device=_device(), generator=generator)
     if options.precision == "auto":
         train = replace(train, precision=_faster(model, train, text, ranks))
-    name = f"{preset}-{datetime.now():%Y%m%d-%H%M%S}"
-    run_dir = Path("runs", name) if options.out is None else Path(options.out)
     return Trainer(model, train, text, run_dir=run_dir)
+
+
+def _run_name(preset: str) -> str:
+    """Return a name that sorts by time; two starts in one second differ."""
+    return f"{preset}-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
 
 
 def _recipe(options: argparse.Namespace, preset: str) -> TrainConfig:
@@ -227,7 +256,7 @@ def _monitor(options: argparse.Namespace, trainer: Trainer) -> Monitor:
 def _line_printer(interval: int, n_steps: int) -> Callable[[StepMetrics], None]:
     def show(metrics: StepMetrics) -> None:
         is_edge = metrics.step in (1, n_steps)
-        if is_edge or metrics.step % max(interval, 1) == 0 or metrics.is_skipped:
+        if is_edge or metrics.step % interval == 0 or metrics.is_skipped:
             print(metrics, flush=True)
 
     return show

@@ -88,7 +88,10 @@ def accumulate(
 def autocast(
     device: torch.device, dtype: torch.dtype
 ) -> contextlib.AbstractContextManager:
-    """Return a context in which matrix products run in `dtype`; FP32 is left alone."""
+    """Return a context in which matrix products run in `dtype`; FP32 is left alone.
+
+    On a GPU this has not been run.
+    """
     if dtype == torch.float32:
         return contextlib.nullcontext()
     return torch.autocast(device.type, dtype=dtype)

@@ -3,6 +3,7 @@
 The file is written in a folder of its own, forced to disk, and moved over the
 previous one, which stays intact until that moment. Plain values (configs, step, data
 cursor) are JSON in the file's header, so no pickle is ever written or read.
+The state of random numbers on CUDA is kept as well; that has not been run.
 """
 
 import json
@@ -13,17 +14,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Shaped
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
+
+from labkit.training.checkpoint_check import (
+    RANDOM_STATE,
+    REMEDY,
+    Tensors,
+    check_tensors,
+)
 
 FORMAT = "labkit-checkpoint-1"
 
 CHECKPOINT_NAME = "checkpoint.safetensors"
 """Its name in the folder of a run."""
 
-Tensors = dict[str, Shaped[Tensor, "..."]]
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""What AdamW keeps for each parameter, besides the number of its steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +103,19 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
             f"{path} is not a readable safetensors file ({error}). "
             "Give a file that Trainer.save wrote."
         ) from error
-    return Checkpoint(tensors, json.loads(header["values"]))
+    return Checkpoint(tensors, _parse(header.get("values", ""), path))
+
+
+def _parse(text: str, path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(text)
+    except json.JSONDecodeError:
+        values = None
+    if not isinstance(values, dict):
+        raise ValueError(
+            f"{path} is not whole: its header holds no JSON object of values. {REMEDY}"
+        )
+    return values
 
 
 def checkpoint_path(path: str | Path) -> Path:
@@ -105,12 +125,17 @@ def checkpoint_path(path: str | Path) -> Path:
 
 
 def gather_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
-    """Return weights, biases, moments and the state of random numbers, by name."""
+    """Return weights, biases, moments and the state of random numbers, by name.
+
+    A parameter that was never updated gets the moments AdamW begins with, so that a
+    moment that is missing from a file is always a fault.
+    """
     tensors = {f"model.{name}": tensor for name, tensor in _weights(model).items()}
     for name, parameter in model.named_parameters():
-        for key, value in optimizer.state.get(parameter, {}).items():
+        state = optimizer.state.get(parameter) or _first_state(parameter)
+        for key, value in state.items():
             tensors[f"optimizer.{key}.{name}"] = value
-    tensors["random.cpu"] = torch.get_rng_state()
+    tensors[RANDOM_STATE] = torch.get_rng_state()
     if torch.cuda.is_available():
         tensors["random.cuda"] = torch.cuda.get_rng_state()
     return {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
@@ -119,19 +144,23 @@ def gather_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor
 def scatter_tensors(
     tensors: Tensors, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> None:
-    """Put back what `gather_tensors` returned, bit for bit."""
-    weights = _weights(model)
-    _require_same_shapes(weights, _below(tensors, "model."))
+    """Put back what `gather_tensors` returned, bit for bit.
+
+    Raises:
+        ValueError: the tensors are not this model's, or not all finite. Nothing has
+            been changed then.
+    """
+    weights, parameters = _weights(model), dict(model.named_parameters())
+    check_tensors(tensors, _expected(weights, parameters))
     with torch.no_grad():
         for name, tensor in _below(tensors, "model.").items():
             weights[name].copy_(tensor)
     optimizer.state.clear()
-    parameters = dict(model.named_parameters())
     for name, value in _below(tensors, "optimizer.").items():
         key, _, parameter_name = name.partition(".")
         parameter = parameters[parameter_name]
         optimizer.state[parameter][key] = value.to(parameter.device, copy=True)
-    torch.set_rng_state(tensors["random.cpu"])
+    torch.set_rng_state(tensors[RANDOM_STATE])
     if torch.cuda.is_available() and "random.cuda" in tensors:
         torch.cuda.set_rng_state(tensors["random.cuda"])
 
@@ -143,21 +172,23 @@ def _weights(model: nn.Module) -> Tensors:
     return dict(model.named_parameters()) | buffers
 
 
+def _first_state(parameter: nn.Parameter) -> Tensors:
+    """Return what AdamW keeps for a parameter before its first update."""
+    moments = {key: torch.zeros_like(parameter) for key in MOMENTS}
+    return {"step": torch.zeros(()), **moments}
+
+
+def _expected(weights: Tensors, parameters: Tensors) -> Tensors:
+    """Return a tensor of the right shape and dtype for each name of a checkpoint."""
+    expected = {f"model.{name}": weight for name, weight in weights.items()}
+    for name, parameter in parameters.items():
+        expected[f"optimizer.step.{name}"] = torch.zeros(())
+        for key in MOMENTS:
+            expected[f"optimizer.{key}.{name}"] = parameter
+    return expected | {RANDOM_STATE: torch.get_rng_state()}
+
+
 def _below(tensors: Tensors, prefix: str) -> Tensors:
     """Return the entries whose names start with the prefix, without it."""
     start = len(prefix)
     return {n[start:]: t for n, t in tensors.items() if n.startswith(prefix)}
-
-
-def _require_same_shapes(weights: Tensors, saved: Tensors) -> None:
-    faults = [f"missing {name}" for name in weights.keys() - saved.keys()]
-    faults += [f"unknown {name}" for name in saved.keys() - weights.keys()]
-    for name in weights.keys() & saved.keys():
-        here, there = tuple(weights[name].shape), tuple(saved[name].shape)
-        if here != there:
-            faults.append(f"{name} has shape {there}, not {here}")
-    if faults:
-        raise ValueError(
-            f"the checkpoint belongs to another model: {'; '.join(sorted(faults))}. "
-            "Build the model from the checkpoint's own config."
-        )

@@ -30,6 +30,7 @@ from labkit.training.documents import (
     read_text_bytes,
     split_documents,
 )
+from labkit.training.windows import require_window
 
 SEPARATOR = 0
 """The token that closes each document; no text contains it."""
@@ -76,15 +77,34 @@ class Corpus:
         return {"folder": folder, "fingerprint": self.fingerprint}
 
 
-def standard_library(*, cache: Path | None = None) -> Corpus:
+@dataclass(frozen=True, eq=False, slots=True)
+class _Text:
+    """Documents shared out between training and validation, not yet read."""
+
+    name: str
+    folder: Path | None
+    found: Found
+    train: list[Piece]
+    valid: list[Piece]
+    fingerprint: str
+
+
+def standard_library(
+    *, seq_len: int | None = None, cache: Path | None = None
+) -> Corpus:
     """Return the Python standard library's own source, from this machine.
 
     Tests, generated tables and installed packages are left out. The text differs
     between Python versions; `fingerprint` tells which one it was.
 
     Args:
+        seq_len: as for `from_folder`.
         cache: folder for the token file; None takes the user's cache folder.
     """
+    return _open(_library_text(), seq_len=seq_len, cache=cache)
+
+
+def _library_text() -> _Text:
     folder = Path(sysconfig.get_paths()["stdlib"])
     found = find_documents(folder, suffix=".py", skip=LIBRARY_SKIPPED)
     if not found.documents:
@@ -93,16 +113,24 @@ def standard_library(*, cache: Path | None = None) -> Corpus:
             "Give a folder of text to corpus.from_folder instead."
         )
     name = f"Python {platform.python_version()} standard library"
-    return _build(name, found, folder=None, cache=cache)
+    return _share_out(name, found, folder=None)
 
 
-def from_folder(path: str | Path, *, cache: Path | None = None) -> Corpus:
+def from_folder(
+    path: str | Path, *, seq_len: int | None = None, cache: Path | None = None
+) -> Corpus:
     """Return all UTF-8 text below a folder, hidden folders left out.
 
     Args:
         path: the folder; it is searched at every depth.
+        seq_len: tokens per sequence of the run to come: a text too short for it is
+            refused before its token file is written. None does not ask.
         cache: folder for the token file; None takes the user's cache folder.
     """
+    return _open(_folder_text(path), seq_len=seq_len, cache=cache)
+
+
+def _folder_text(path: str | Path) -> _Text:
     folder = Path(path).expanduser().resolve()
     if folder.is_file():
         raise ValueError(
@@ -118,27 +146,23 @@ def from_folder(path: str | Path, *, cache: Path | None = None) -> Corpus:
             f"no text found below {folder}: {found.n_skipped} files were skipped as "
             "binary, unreadable or not UTF-8. Give a folder that holds text files."
         )
-    return _build(folder.name, found, folder=folder, cache=cache)
+    return _share_out(folder.name, found, folder=folder)
 
 
 def reopen(source: dict[str, Any], *, cache: Path | None = None) -> Corpus:
     """Return the corpus that `Corpus.source` described, if its text is unchanged."""
     folder = source["folder"]
-    corpus = (
-        standard_library(cache=cache)
-        if folder is None
-        else from_folder(folder, cache=cache)
-    )
-    require_same_text(corpus, source["fingerprint"])
-    return corpus
+    text = _library_text() if folder is None else _folder_text(folder)
+    require_same_text(text, source["fingerprint"])
+    return _open(text, cache=cache)
 
 
-def require_same_text(corpus: Corpus, fingerprint: str) -> None:
-    """Raise ValueError unless the corpus has the fingerprint of an earlier run."""
-    if corpus.fingerprint != fingerprint:
+def require_same_text(text: Corpus | _Text, fingerprint: str) -> None:
+    """Raise ValueError unless a text has the fingerprint of an earlier run."""
+    if text.fingerprint != fingerprint:
         raise ValueError(
-            f"the text of {corpus.name} changed since the run began: its fingerprint "
-            f"is {corpus.fingerprint[:12]}, not {fingerprint[:12]}. "
+            f"the text of {text.name} changed since the run began: its fingerprint "
+            f"is {text.fingerprint[:12]}, not {fingerprint[:12]}. "
             "Restore the text, or start a new run."
         )
 
@@ -172,21 +196,37 @@ def cache_folder() -> Path:
     return base / "labkit"
 
 
-def _build(
-    name: str, found: Found, *, folder: Path | None, cache: Path | None
-) -> Corpus:
+def _share_out(name: str, found: Found, *, folder: Path | None) -> _Text:
     train, valid = split_documents(found.documents, VALID_FRACTION)
-    fingerprint = _fingerprint(train, valid)
-    tokens = _open_tokens(fingerprint, [*train, *valid], cache or cache_folder())
-    n_train = sum(piece.n_tokens for piece in train)
-    return Corpus(
+    return _Text(
         name=name,
+        folder=folder,
+        found=found,
+        train=train,
+        valid=valid,
+        fingerprint=_fingerprint(train, valid),
+    )
+
+
+def _open(
+    text: _Text, *, seq_len: int | None = None, cache: Path | None = None
+) -> Corpus:
+    n_train, n_valid = (
+        sum(piece.n_tokens for piece in side) for side in (text.train, text.valid)
+    )
+    if seq_len is not None:
+        require_window(n_train, seq_len, "training text")
+        require_window(n_valid, seq_len, "validation text")
+    pieces = [*text.train, *text.valid]
+    tokens = _open_tokens(text.fingerprint, pieces, cache or cache_folder())
+    return Corpus(
+        name=text.name,
         train=tokens[:n_train],
         valid=tokens[n_train:],
-        fingerprint=fingerprint,
-        folder=folder,
-        n_documents=len(found.documents),
-        n_skipped=found.n_skipped,
+        fingerprint=text.fingerprint,
+        folder=text.folder,
+        n_documents=len(text.found.documents),
+        n_skipped=text.found.n_skipped,
     )
 
 

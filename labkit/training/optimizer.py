@@ -34,7 +34,8 @@ def build_optimizer(model: nn.Module, train: TrainConfig) -> torch.optim.AdamW:
 def has_fused_adamw(parameters: list[nn.Parameter]) -> bool:
     """Return whether one kernel can update these parameters (about 6× faster here).
 
-    Fused AdamW exists on CPU and CUDA, for floating point only.
+    Fused AdamW exists on CPU and CUDA, for floating point only. On CUDA this has not
+    been run.
     """
     return all(
         p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in parameters

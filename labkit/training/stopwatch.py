@@ -10,7 +10,8 @@ class Stopwatch:
     """Adds up the time between calls of `lap` under their names.
 
     A CUDA device is waited for at every lap, so that a lap holds the work and not
-    only its launch; this costs a few microseconds of overlap per lap.
+    only its launch; this costs a few microseconds of overlap per lap. On CUDA this
+    has not been run.
     """
 
     def __init__(self, device: torch.device) -> None:

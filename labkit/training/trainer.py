@@ -15,7 +15,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from labkit.config import ModelConfig, TrainConfig, model_from_dict, model_to_dict
+from labkit.config import ModelConfig, TrainConfig, model_to_dict
 from labkit.config.presets import BYTE_VOCAB
 from labkit.model import Transformer
 from labkit.monitor import Monitor, StepMetrics
@@ -36,15 +36,15 @@ from labkit.training.checkpoint import (
     scatter_tensors,
     write_checkpoint,
 )
+from labkit.training.checkpoint_check import read_configs
 from labkit.training.corpus import Corpus
 from labkit.training.evaluation import Evaluation, evaluate
 from labkit.training.interrupt import held_interrupt
 from labkit.training.optimizer import build_optimizer
 from labkit.training.ranks import Ranks
+from labkit.training.run_folder import METRICS_NAME, folder_in_use, require_new
 from labkit.training.stopwatch import Stopwatch
 from labkit.training.windows import BatchCursor, Windows
-
-METRICS_NAME = "metrics.jsonl"
 
 
 class Trainer:
@@ -72,7 +72,10 @@ class Trainer:
         monitor: Monitor | None = None,
         run_dir: str | Path | None = None,
     ) -> None:
-        _check_fit(model.cfg, train)
+        require_fit(model.cfg, train)
+        self.run_dir = None if run_dir is None else Path(run_dir)
+        if self.run_dir is not None:
+            require_new(self.run_dir)
         self.model, self.train, self.corpus = model, train, corpus
         self.device = next(model.parameters()).device
         self.ranks = Ranks.current()
@@ -88,9 +91,6 @@ class Trainer:
         self.n_tokens_seen = 0
         self.load: Int[Tensor, "l e"] | None = None
         """Tokens that the last step routed to each expert, over all ranks."""
-        self.run_dir = None if run_dir is None else Path(run_dir)
-        if self.run_dir is not None:
-            _require_new(self.run_dir)
         self.monitor = monitor or _monitor_in(self.run_dir, self.ranks)
 
     @classmethod
@@ -109,24 +109,30 @@ class Trainer:
             corpus: the run's text; None finds it again where it was.
             monitor: as for a new Trainer.
             device: where to train; None is PyTorch's default device.
+
+        Raises:
+            ValueError: the checkpoint is not whole, or the text is another one. The
+                global state of random numbers is as it was.
         """
         path = checkpoint_path(path)
         saved = read_checkpoint(path)
         values = saved.values
+        cfg, train = read_configs(values)
         if corpus is None:
             corpus = corpora.reopen(values["corpus"])
         corpora.require_same_text(corpus, values["corpus"]["fingerprint"])
         run_dir = path.parent if path.name == CHECKPOINT_NAME else None
-        model = Transformer(model_from_dict(values["model"]), device=device)
+        device = torch.device(device or torch.get_default_device())
+        model = Transformer(cfg, device=device, generator=torch.Generator(device))
         trainer = cls(
             model,
-            TrainConfig(**values["train"]),
+            train,
             corpus,
             monitor=monitor or _monitor_in(run_dir, Ranks.current()),
         )
         trainer.run_dir = run_dir
-        scatter_tensors(saved.tensors, model, trainer.optimizer)
         trainer.cursor.load_state_dict(values["cursor"])
+        scatter_tensors(saved.tensors, model, trainer.optimizer)
         trainer.n_steps_done = values["n_steps_done"]
         trainer.n_tokens_seen = values["n_tokens_seen"]
         return trainer
@@ -160,7 +166,7 @@ class Trainer:
     def step(self) -> StepMetrics:
         """Do one optimizer step over the global batch and return its record."""
         stopwatch = Stopwatch(self.device)
-        batch = self.cursor.next(self.train.global_batch).to(self.device)
+        batch = self.cursor.peek(self.train.global_batch).to(self.device)
         scale = self._loss_scale(batch.n_targets)
         stopwatch.lap("data")
         self.optimizer.zero_grad(set_to_none=True)
@@ -177,6 +183,7 @@ class Trainer:
         lr = schedules.learning_rate(self.train, self.n_steps_done)
         grad_norm = self._update_weights(loss.load, lr)
         stopwatch.lap("optimizer")
+        self.cursor.advance(self.train.global_batch)
         self.n_steps_done += 1
         self.n_tokens_seen += self.train.tokens_per_step
         self.load = loss.load
@@ -267,8 +274,9 @@ class Trainer:
         is_hidden = not (progress and self.ranks.is_first)
         records: list[StepMetrics] = []
         saved_at = None
+        folder = folder_in_use(self.run_dir if self.ranks.is_first else None)
         bar = tqdm(total=n_steps, unit="step", disable=is_hidden)
-        with bar, held_interrupt() as is_interrupted:
+        with folder, bar, held_interrupt() as is_interrupted:
             while len(records) < n_steps and not self.ranks.any(is_interrupted()):
                 records.append(self.step())
                 bar.set_postfix(loss=f"{records[-1].loss_main:.3f}", refresh=False)
@@ -301,6 +309,10 @@ class Trainer:
         Args:
             n_batches: micro-batches per rank; fewer if the text has fewer windows.
         """
+        if n_batches < 1:
+            raise ValueError(
+                f"n_batches must be at least 1; got {n_batches}. Set n_batches=8 or so."
+            )
         size = self.train.micro_batch
         n_windows = min(self.ranks.world * n_batches * size, self.valid.per_epoch)
         first, last = (
@@ -316,7 +328,10 @@ class Trainer:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Return the process's resident set, or the peak of bytes allocated on CUDA."""
+    """Return the process's resident set; on CUDA the peak of bytes allocated.
+
+    On CUDA this has not been run.
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return psutil.Process().memory_info().rss
@@ -334,13 +349,19 @@ def busiest_by_mean(load: Int[Tensor, "l e"]) -> tuple[float, ...]:
     return tuple((load.amax(dim=-1) / load.mean(dim=-1)).tolist())
 
 
-def _check_fit(cfg: ModelConfig, train: TrainConfig) -> None:
-    """Raise ValueError unless the model takes this corpus's tokens and lengths."""
+def require_fit(cfg: ModelConfig, train: TrainConfig) -> None:
+    """Raise ValueError unless the model takes byte tokens in the recipe's lengths."""
     if train.seq_len > cfg.max_seq_len:
         raise ValueError(
             "seq_len must be at most the model's max_seq_len; got "
             f"{train.seq_len} and {cfg.max_seq_len}. Set seq_len={cfg.max_seq_len}, "
             "or build the model for longer sequences."
+        )
+    if train.seq_len <= cfg.n_mtp:
+        raise ValueError(
+            "seq_len must exceed the MTP depth, because module k predicts k tokens "
+            f"further ahead; got {train.seq_len} and {cfg.n_mtp}. "
+            f"Set seq_len={cfg.n_mtp + 1} or more, or build the model without MTP."
         )
     if cfg.vocab_size < BYTE_VOCAB:
         raise ValueError(
@@ -352,11 +373,3 @@ def _check_fit(cfg: ModelConfig, train: TrainConfig) -> None:
 def _monitor_in(run_dir: Path | None, ranks: Ranks) -> Monitor:
     has_file = run_dir is not None and ranks.is_first
     return Monitor(run_dir / METRICS_NAME if has_file else None)
-
-
-def _require_new(run_dir: Path) -> None:
-    if (run_dir / CHECKPOINT_NAME).exists():
-        raise ValueError(
-            f"{run_dir} already holds a checkpoint, which a new run would replace. "
-            f"Go on with Trainer.resume({str(run_dir)!r}), or choose another run_dir."
-        )

@@ -41,6 +41,16 @@ class Batch:
         return Batch(self.tokens.to(device), self.targets.to(device))
 
 
+def require_window(n_tokens: int, seq_len: int, name: str) -> None:
+    """Raise ValueError if a text is shorter than one window and its last target."""
+    if n_tokens <= seq_len:
+        fix = f", or set seq_len={n_tokens - 1} or less" if n_tokens > 1 else ""
+        raise ValueError(
+            f"the {name} is too short: a window needs seq_len + 1 = {seq_len + 1} "
+            f"bytes, but only {n_tokens} are there. Give more text{fix}."
+        )
+
+
 class Windows:
     """All windows of a token stream, epoch after epoch, each shuffled anew.
 
@@ -59,13 +69,8 @@ class Windows:
         self.tokens = tokens
         self.seq_len = seq_len
         self.seed = seed
+        require_window(len(tokens), seq_len, name)
         self.per_epoch = (len(tokens) - 1) // seq_len
-        if self.per_epoch < 1:
-            raise ValueError(
-                f"the {name} is too short: a window needs seq_len + 1 = {seq_len + 1} "
-                f"bytes, but only {len(tokens)} are there. "
-                f"Give more text, or set seq_len={max(len(tokens) - 1, 1)} or less."
-            )
         self._epoch: int | None = None
         self._starts = np.empty(0, dtype=np.int64)
 
@@ -91,7 +96,11 @@ class Windows:
 
 
 class BatchCursor:
-    """This rank's shares of successive global batches, resumable at any step."""
+    """This rank's shares of successive global batches, resumable at any step.
+
+    Looking at a batch does not move the cursor: a step that is broken off is done
+    again with the same windows.
+    """
 
     def __init__(self, windows: Windows, *, ranks: Ranks | None = None) -> None:
         self.windows = windows
@@ -99,12 +108,14 @@ class BatchCursor:
         self.n_taken = 0
         """Windows that all ranks together have taken."""
 
-    def next(self, global_batch: int) -> Batch:
+    def peek(self, global_batch: int) -> Batch:
         """Return this rank's share of the next `global_batch` windows."""
         share = self.ranks.share(global_batch)
-        batch = self.windows.take(self.n_taken + self.ranks.rank * share, share)
+        return self.windows.take(self.n_taken + self.ranks.rank * share, share)
+
+    def advance(self, global_batch: int) -> None:
+        """Move past the next `global_batch` windows."""
         self.n_taken += global_batch
-        return batch
 
     def state_dict(self) -> dict[str, Any]:
         """Return the cursor, and what its number means, as plain values."""

@@ -39,7 +39,7 @@ def test_a_command_explains_its_own_options(capsys):
     assert "--seconds" in capsys.readouterr().out
 
 
-def test_a_mistake_is_one_line_and_status_2(monkeypatch, capsys):
+def test_a_mistake_is_one_line_about_options_and_status_2(monkeypatch, capsys):
     def refuse(options):
         raise ValueError("seconds must be above 0; got -1. Set seconds=5 or so.")
 
@@ -47,8 +47,18 @@ def test_a_mistake_is_one_line_and_status_2(monkeypatch, capsys):
 
     assert entry.main(["doctor"]) == 2
     assert capsys.readouterr().err == (
-        "labkit doctor: seconds must be above 0; got -1. Set seconds=5 or so.\n"
+        "labkit doctor: --seconds must be above 0; got -1. Set --seconds=5 or so.\n"
     )
+
+
+def test_a_failing_disk_is_one_line_and_status_1(monkeypatch, capsys):
+    def fail(options):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(doctor, "run", fail)
+
+    assert entry.main(["doctor"]) == 1
+    assert capsys.readouterr().err == "labkit doctor: no space left\n"
 
 
 def test_interrupting_a_command_leaves_no_traceback(monkeypatch, capsys):

@@ -92,6 +92,15 @@ def test_testing_compares_the_whole_book_or_nothing(book, capsys):
     )
 
 
+@pytest.mark.parametrize("others", [[], ["--list"], ["--test"]])
+def test_fresh_outputs_need_executing(book, capsys, others):
+    assert entry.main(["notebooks", "--fresh", *others]) == 2
+    assert capsys.readouterr().err == (
+        "labkit notebooks: --fresh says how to execute and needs --execute. Add "
+        "--execute, or leave --fresh out.\n"
+    )
+
+
 @pytest.mark.parametrize("status", [0, 1])
 def test_testing_has_the_exit_status_of_the_step(monkeypatch, status):
     commands = []

@@ -1,9 +1,11 @@
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from labkit.__main__ import main
+from labkit.commands import train as train_command
 from labkit.monitor import read_jsonl
 from labkit.training import Trainer, read_checkpoint
 from labkit.training import corpus as corpora
@@ -89,11 +91,41 @@ def test_a_bad_folder_is_one_sentence(capsys, tmp_path):
     )
 
 
-def test_bad_steps_are_one_sentence(capsys):
-    assert mistake(capsys, "--steps", "0") == (
-        "labkit train: n_steps must be a whole number of at least 1; got 0. "
-        "Set n_steps to 1 or more."
-    )
+REFUSED = {
+    ("--steps", "0"): "--steps must be a whole number of at least 1; got 0. "
+    "Set --steps to 1 or more.",
+    ("--seed", "-1"): "--seed must be a whole number of at least 0; got -1. "
+    "Set --seed to 0 or more.",
+    ("--seed", str(2**64)): f"--seed must be below 2**63; got {2**64}. "
+    "Set --seed=0 or another.",
+    ("--micro-batch", "3"): "--micro-batch must divide --global-batch; got 3 and 2. "
+    "Set --global-batch=3.",
+    ("--lr", "inf"): "--lr must be above 0 and finite; got inf. "
+    "Set --lr to a number above 0.",
+    ("--seq-len", "1"): "--seq-len must exceed the MTP depth, because module k "
+    "predicts k tokens further ahead; got 1 and 1. Set --seq-len=2 or more, or choose "
+    "a preset without MTP.",
+    ("--seq-len", "257"): "--seq-len must be at most the model's max_seq_len; got 257 "
+    "and 256. Set --seq-len=256, or choose a preset for longer sequences.",
+    ("--seq-len", "230"): "the validation text is too short: a window needs --seq-len "
+    "+ 1 = 231 bytes, but only 221 are there. Give more text, or set --seq-len=220 or "
+    "less.",
+    ("--save-every", "0"): "--save-every must be at least 1; got 0. "
+    "Set --save-every to 1 or more.",
+    ("--log-every", "0"): "--log-every must be at least 1; got 0. "
+    "Set --log-every to 1 or more.",
+    ("--sample", "-1"): "--sample must be at least 0; got -1. "
+    "Set --sample to 0 or more.",
+}
+
+
+@pytest.mark.parametrize("options", REFUSED)
+def test_a_refusal_speaks_of_options_and_leaves_nothing(
+    train, tmp_path, capsys, options
+):
+    assert train(*options) == 2
+    assert capsys.readouterr().err == f"labkit train: {REFUSED[options]}\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["text"]
 
 
 def test_an_unknown_preset_lists_the_known_ones(capsys):
@@ -118,10 +150,77 @@ def test_resuming_takes_no_option_of_a_new_run(capsys):
     )
 
 
-def test_a_folder_that_cannot_be_written_gives_status_1(train, tmp_path, capsys):
+def test_a_file_in_place_of_the_folder_is_refused(train, tmp_path, capsys):
     (tmp_path / "run").write_text("a file in the way")
+    assert train("--steps", "1") == 2
+    assert capsys.readouterr().err == (
+        "labkit train: --out must be a folder, or a place to make one; "
+        f"{tmp_path / 'run'} is a file. Choose another --out.\n"
+    )
+
+
+def test_the_records_of_another_run_are_not_added_to(train, tmp_path, capsys):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text("{}\n")
+    assert train("--steps", "1") == 2
+    assert capsys.readouterr().err == (
+        f"labkit train: {tmp_path / 'run'} already holds metrics.jsonl of a run "
+        "without a checkpoint, to which a new run would append. Remove the file, or "
+        "choose another --out.\n"
+    )
+
+
+def test_a_finished_run_says_how_to_go_on_instead(train, tmp_path, capsys):
+    train("--steps", "1")
+    capsys.readouterr()
+    assert train("--steps", "1") == 2
+    assert capsys.readouterr().err == (
+        f"labkit train: {tmp_path / 'run'} already holds a checkpoint, which a new run "
+        f"would replace. Go on with --resume {tmp_path / 'run'}, or choose another "
+        "--out.\n"
+    )
+
+
+def test_a_copy_of_a_checkpoint_does_not_replace_the_one_beside_it(
+    train, tmp_path, capsys
+):
+    train("--steps", "1")
+    original = tmp_path / "run" / "checkpoint.safetensors"
+    copy = shutil.copy(original, original.with_name("copy.safetensors"))
+    before = original.read_bytes()
+    assert main(["train", "--resume", str(copy)]) == 2
+    assert "already holds a checkpoint" in capsys.readouterr().err
+    assert original.read_bytes() == before
+
+
+def test_a_checkpoint_that_cannot_be_written_gives_status_1(train, capsys, monkeypatch):
+    def fail(*_: object) -> None:
+        raise OSError("checkpoint of 22 MB not written; choose another run_dir.")
+
+    monkeypatch.setattr("labkit.training.Trainer.save", fail)
     assert train("--steps", "1") == 1
-    assert "labkit train: " in capsys.readouterr().err
+    assert capsys.readouterr().err == (
+        "labkit train: checkpoint of 22 MB not written; choose another --out.\n"
+    )
+
+
+def test_two_runs_that_start_in_the_same_second_have_two_folders():
+    names = {train_command._run_name("tiny") for _ in range(10)}
+    assert len(names) == 10
+    assert all(name.startswith("tiny-20") for name in names)
+
+
+def test_a_run_that_fails_at_its_first_step_leaves_no_folder(
+    text_folder, tmp_path, monkeypatch
+):
+    def fail(trainer: Trainer) -> None:
+        raise OSError("out of luck")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("labkit.training.Trainer.step", fail)
+    options = ("--corpus", str(text_folder), "--seq-len", "16", "--steps", "1")
+    assert main(["train", *options]) == 1
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize("option", ["corpus", "out", "resume"])
@@ -134,9 +233,3 @@ def test_an_empty_folder_name_is_refused_and_not_a_default(option, capsys):
 def test_threads_out_of_range_are_refused(train, threads, capsys):
     assert train("--threads", threads) != 0
     assert "--threads must lie between 1 and 1024" in capsys.readouterr().err
-
-
-def test_an_infinite_learning_rate_is_refused(train, tmp_path, capsys):
-    assert train("--lr", "inf") != 0
-    assert "lr must be above 0 and finite; got inf" in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()

@@ -2,13 +2,17 @@
 
     python killed_run.py FOLDER STEP:PLACE ...
 
+FOLDER/model.json holds the config of the model.
+
 Each STEP:PLACE is one process that starts or resumes the run in FOLDER/killed and
 kills itself at that place of that step. A last process finishes the run, and another
 one runs undisturbed in FOLDER/whole. The processes are forked from this one, which
 only imports and builds, so that twelve of them cost little more than one.
 """
 
+import json
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable
@@ -17,26 +21,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from labkit.config import MLAConfig, ModelConfig, MoEConfig, MTPConfig, TrainConfig
+from labkit.config import TrainConfig, model_from_dict
 from labkit.model import Transformer
 from labkit.training import Corpus, Trainer, checkpoint
-from labkit.training.trainer import METRICS_NAME
+from labkit.training.run_folder import METRICS_NAME
 
-MODEL = ModelConfig(
-    vocab_size=256,
-    dim=16,
-    n_layers=2,
-    inter_dim=24,
-    attention=MLAConfig(
-        n_heads=2,
-        kv_lora_rank=8,
-        qk_nope_head_dim=8,
-        qk_rope_head_dim=4,
-        v_head_dim=8,
-    ),
-    moe=MoEConfig(n_routed_experts=4, n_activated_experts=2, moe_inter_dim=8),
-    mtp=MTPConfig(),
-)
 TRAIN = TrainConfig(
     n_steps=40, global_batch=2, micro_batch=1, seq_len=16, lr=1e-2, warmup_steps=5
 )
@@ -51,7 +40,9 @@ def make_corpus() -> Corpus:
 def make_trainer(folder: Path) -> Trainer:
     if (folder / checkpoint.CHECKPOINT_NAME).exists():
         return Trainer.resume(folder, corpus=make_corpus())
-    model = Transformer(MODEL, generator=torch.Generator().manual_seed(0))
+    shutil.rmtree(folder, ignore_errors=True)  # records of a run that saved nothing
+    cfg = model_from_dict(json.loads((folder.parent / "model.json").read_text()))
+    model = Transformer(cfg, generator=torch.Generator().manual_seed(0))
     return Trainer(model, TRAIN, make_corpus(), run_dir=folder)
 
 

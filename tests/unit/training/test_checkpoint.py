@@ -1,4 +1,5 @@
 import json
+import math
 
 import pytest
 import torch
@@ -133,6 +134,33 @@ def test_a_damaged_file_is_refused(tmp_path):
         read_checkpoint(path)
 
 
+@pytest.mark.parametrize("text", ["", "{", "[1]", "null"])
+def test_a_header_without_values_is_refused(tmp_path, text):
+    path = tmp_path / CHECKPOINT_NAME
+    header = {"format": "labkit-checkpoint-1", "values": text}
+    save_file({"w": torch.zeros(1)}, path, metadata=header)
+    with pytest.raises(ValueError) as error:
+        read_checkpoint(path)
+    assert str(error.value) == (
+        f"{path} is not whole: its header holds no JSON object of values. "
+        "Take a whole copy of the checkpoint, or start a new run."
+    )
+
+
+def test_moments_before_the_first_update_are_those_adamw_begins_with(make_model):
+    model, other = make_model(), make_model()
+    optimizer, fresh = (build_optimizer(m, TrainConfig()) for m in (model, other))
+    scatter_tensors(gather_tensors(model, optimizer), model, optimizer)
+    assert all(len(optimizer.state[p]) == 3 for p in model.parameters())
+    for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        ours.grad = torch.randn_like(ours)
+        theirs.grad = ours.grad.clone()
+    optimizer.step()
+    fresh.step()
+    for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
 def test_tensors_that_do_not_fit_the_model_are_all_named(make_model):
     model = make_model()
     optimizer = stepped(model)
@@ -142,7 +170,45 @@ def test_tensors_that_do_not_fit_the_model_are_all_named(make_model):
     with pytest.raises(ValueError) as error:
         scatter_tensors(tensors, model, optimizer)
     assert str(error.value) == (
-        "the checkpoint belongs to another model: missing head.weight; norm.weight "
-        "has shape (3,), not (16,); unknown extra. "
-        "Build the model from the checkpoint's own config."
+        "the checkpoint is not whole: missing: model.head.weight; unknown: "
+        "model.extra; of another kind: model.norm.weight is float32 (3,), not float32 "
+        "(16,). Take a whole copy of the checkpoint, or start a new run."
     )
+
+
+HEAD = "optimizer.exp_avg.head.weight"
+
+DAMAGES = {
+    f"missing: {HEAD}. ": lambda tensors: tensors.pop(HEAD),
+    f"of another kind: {HEAD} is float32 (2,), not float32 (256, 16). ": (
+        lambda tensors: tensors.update({HEAD: torch.zeros(2)})
+    ),
+    f"of another kind: {HEAD} is float16 (256, 16), not float32 (256, 16). ": (
+        lambda tensors: tensors.update({HEAD: torch.zeros(256, 16).half()})
+    ),
+    "not finite: model.norm.weight. ": (
+        lambda tensors: tensors["model.norm.weight"].fill_(math.nan)
+    ),
+    f"not finite: {HEAD}. ": lambda tensors: tensors[HEAD].fill_(math.inf),
+    "missing: random.cpu. ": lambda tensors: tensors.pop("random.cpu"),
+    "no state of random numbers: random.cpu. ": (
+        lambda tensors: tensors["random.cpu"].fill_(255)
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", DAMAGES)
+def test_damaged_tensors_are_named_and_nothing_is_changed(make_model, fault):
+    saved = make_model()
+    tensors = gather_tensors(saved, stepped(saved))
+    tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+    DAMAGES[fault](tensors)
+
+    model = make_model()
+    optimizer = stepped(model)
+    before = {n: t.clone() for n, t in gather_tensors(model, optimizer).items()}
+    with pytest.raises(ValueError) as error:
+        scatter_tensors(tensors, model, optimizer)
+    assert str(error.value).startswith(f"the checkpoint is not whole: {fault}Take a")
+    after = gather_tensors(model, optimizer)
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())

@@ -82,6 +82,25 @@ def test_reopen_refuses_a_text_that_changed(text_folder, cache):
     )
 
 
+def test_a_text_that_changed_leaves_no_token_file(text_folder, tmp_path, cache):
+    source = from_folder(text_folder, cache=cache).source
+    (text_folder / "0.txt").write_text("other words")
+    with pytest.raises(ValueError):
+        reopen(source, cache=tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_text_too_short_for_the_run_leaves_no_token_file(text_folder, cache):
+    with pytest.raises(ValueError) as error:
+        from_folder(text_folder, seq_len=221, cache=cache)
+    assert str(error.value) == (
+        "the validation text is too short: a window needs seq_len + 1 = 222 bytes, "
+        "but only 221 are there. Give more text, or set seq_len=220 or less."
+    )
+    assert not cache.exists()
+    assert len(from_folder(text_folder, seq_len=220, cache=cache).valid) == 221
+
+
 def test_a_missing_folder_is_named(tmp_path):
     with pytest.raises(ValueError) as error:
         from_folder(tmp_path / "nowhere")

@@ -1,3 +1,4 @@
+import json
 import os
 import random
 import subprocess
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file
 
+from labkit.config import model_to_dict
 from labkit.monitor import read_jsonl
 
 SCRIPT = Path(__file__).with_name("killed_run.py")
@@ -23,8 +25,11 @@ def ten_kills() -> list[str]:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_run_killed_at_ten_random_steps_equals_one_that_was_not(tmp_path):
+def test_a_run_killed_at_ten_random_steps_equals_one_that_was_not(
+    tmp_path, micro_config
+):
     kills = ten_kills()
+    (tmp_path / "model.json").write_text(json.dumps(model_to_dict(micro_config)))
     subprocess.run([sys.executable, SCRIPT, tmp_path, *kills], check=True, timeout=120)
 
     killed = read_jsonl(tmp_path / "killed" / "metrics.jsonl")

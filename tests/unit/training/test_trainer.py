@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 
 from labkit.monitor import Monitor, read_jsonl
-from labkit.training import Trainer
+from labkit.training import Trainer, read_checkpoint
 from labkit.training import corpus as corpora
+from labkit.training.checkpoint import CHECKPOINT_NAME, write_checkpoint
 
 
 @pytest.fixture
@@ -157,6 +158,45 @@ def test_a_run_finds_its_text_again(
     assert resumed.step().loss == expected
 
 
+@pytest.mark.parametrize("part", ["model.norm.weight", "optimizer.exp_avg.norm.weight"])
+def test_a_checkpoint_with_nan_is_refused_and_draws_no_random_number(
+    make_model, train_config, corpus, tmp_path, part
+):
+    trainer = Trainer(make_model(), train_config, corpus, run_dir=tmp_path)
+    trainer.run(1, progress=False)
+    saved = read_checkpoint(tmp_path)
+    saved.tensors[part][0] = math.nan
+    write_checkpoint(tmp_path / CHECKPOINT_NAME, saved)
+    before = torch.get_rng_state()
+    text = message(Trainer.resume, tmp_path, corpus=corpus)
+    assert text.startswith(f"the checkpoint is not whole: not finite: {part}. ")
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_checkpoint_without_some_values_is_refused(
+    make_model, train_config, corpus, tmp_path
+):
+    path = Trainer(make_model(), train_config, corpus).save(tmp_path / "a.safetensors")
+    saved = read_checkpoint(path)
+    del saved.values["cursor"], saved.values["train"]["lr"]
+    write_checkpoint(path, saved)
+    assert message(Trainer.resume, path, corpus=corpus) == (
+        "the checkpoint is not whole: cursor is missing, train.lr is missing. "
+        "Take a whole copy of the checkpoint, or start a new run."
+    )
+
+
+def test_a_run_whose_first_steps_were_all_skipped_can_be_resumed(
+    make_model, train_config, corpus, tmp_path
+):
+    trainer = Trainer(make_model(), train_config, corpus, run_dir=tmp_path)
+    hook = trainer.model.embed.register_forward_hook(lambda *args: args[-1] * math.nan)
+    trainer.run(1, progress=False)
+    hook.remove()
+    resumed = Trainer.resume(tmp_path, corpus=corpus)
+    assert resumed.step().loss == trainer.step().loss
+
+
 def test_another_text_is_refused(make_model, train_config, corpus, tmp_path):
     path = Trainer(make_model(), train_config, corpus).save(tmp_path / "a.safetensors")
     with pytest.raises(ValueError, match="the text of a sentence changed since"):
@@ -197,6 +237,37 @@ def test_a_second_interrupt_is_not_held_back(make_model, train_config, corpus):
     )
     with pytest.raises(KeyboardInterrupt):
         trainer.run(progress=False)
+
+
+def test_a_step_that_was_broken_off_is_done_again_with_its_own_text(
+    trainer, make_model, train_config, corpus
+):
+    expected = Trainer(make_model(), train_config, corpus).run(4, progress=False)
+    records = trainer.run(2, progress=False)
+
+    def break_off(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    hook = trainer.model.norm.register_forward_hook(break_off)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.run(2, progress=False)
+    hook.remove()
+    assert losses(records + trainer.run(2, progress=False)) == losses(expected)
+
+
+def test_a_run_that_fails_before_its_first_record_leaves_no_folder(
+    make_model, train_config, corpus, tmp_path, monkeypatch
+):
+    def fail(trainer: Trainer) -> None:
+        raise RuntimeError
+
+    monkeypatch.setattr(Trainer, "step", fail)
+    run_dir = tmp_path / "runs" / "a"
+    trainer = Trainer(make_model(), train_config, corpus, run_dir=run_dir)
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(RuntimeError):
+        trainer.run(progress=False)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_run_is_saved_every_so_often_and_at_its_end(
@@ -241,6 +312,28 @@ def test_a_folder_with_a_checkpoint_is_not_overwritten(
     )
 
 
+def test_a_folder_with_another_runs_records_is_not_added_to(
+    make_model, train_config, corpus, tmp_path
+):
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    model = make_model()
+    text = message(Trainer, model, train_config, corpus, run_dir=tmp_path)
+    assert text.startswith(f"{tmp_path} already holds metrics.jsonl of a run")
+
+
+def test_sequences_shorter_than_the_mtp_depth_are_refused(
+    make_model, train_config, corpus, tmp_path
+):
+    train = replace(train_config, seq_len=1)
+    text = message(Trainer, make_model(), train, corpus, run_dir=tmp_path / "run")
+    assert text == (
+        "seq_len must exceed the MTP depth, because module k predicts k tokens "
+        "further ahead; got 1 and 1. Set seq_len=2 or more, or build the model "
+        "without MTP."
+    )
+    assert not (tmp_path / "run").exists()
+
+
 def test_sequences_longer_than_the_model_takes_are_refused(
     make_model, train_config, corpus
 ):
@@ -259,6 +352,12 @@ def test_saving_without_a_place_is_refused(trainer):
     assert message(trainer.run, 1, save_every=5) == (
         "save_every needs a run_dir and at least 1 step; got save_every=5 and "
         "run_dir=None. Give the Trainer a run_dir, or set save_every=None."
+    )
+
+
+def test_an_evaluation_over_nothing_is_refused(trainer):
+    assert message(trainer.evaluate, n_batches=0) == (
+        "n_batches must be at least 1; got 0. Set n_batches=8 or so."
     )
 
 

@@ -13,6 +13,13 @@ def counting(n: int) -> np.ndarray:
     return np.arange(n, dtype=np.uint8)
 
 
+def following(cursor: BatchCursor, global_batch: int) -> torch.Tensor:
+    """Return the tokens of the next batch and move past it."""
+    tokens = cursor.peek(global_batch).tokens
+    cursor.advance(global_batch)
+    return tokens
+
+
 def test_targets_are_the_tokens_one_place_further():
     batch = Windows(counting(100), seq_len=10).take(0, 4)
     assert batch.tokens.dtype == batch.targets.dtype == torch.int64
@@ -53,8 +60,8 @@ def test_the_shares_of_all_ranks_are_the_batch_of_one_process(share, world, n_st
     alone = BatchCursor(windows)
     ranks = [BatchCursor(windows, ranks=Ranks(rank, world)) for rank in range(world)]
     for _ in range(n_steps):
-        whole = alone.next(share * world).tokens
-        shares = [cursor.next(share * world).tokens for cursor in ranks]
+        whole = following(alone, share * world)
+        shares = [following(cursor, share * world) for cursor in ranks]
         assert torch.equal(torch.cat(shares), whole)
 
 
@@ -62,11 +69,17 @@ def test_the_shares_of_all_ranks_are_the_batch_of_one_process(share, world, n_st
 def test_a_restored_cursor_continues_exactly(n_before, batch):
     cursor = BatchCursor(Windows(counting(120), seq_len=7, seed=3))
     for _ in range(n_before):
-        cursor.next(batch)
+        cursor.advance(batch)
     resumed = BatchCursor(Windows(counting(120), seq_len=7, seed=3))
     resumed.load_state_dict(cursor.state_dict())
     for _ in range(4):
-        assert torch.equal(cursor.next(batch).tokens, resumed.next(batch).tokens)
+        assert torch.equal(following(cursor, batch), following(resumed, batch))
+
+
+def test_looking_at_a_batch_does_not_move_past_it():
+    cursor = BatchCursor(Windows(counting(120), seq_len=7))
+    assert torch.equal(cursor.peek(2).tokens, cursor.peek(2).tokens)
+    assert cursor.n_taken == 0
 
 
 def test_a_cursor_of_other_windows_is_refused():
@@ -86,6 +99,11 @@ def test_a_text_without_one_window_is_refused():
         "the validation text is too short: a window needs seq_len + 1 = 17 bytes, but "
         "only 16 are there. Give more text, or set seq_len=15 or less."
     )
+
+
+def test_a_text_of_one_byte_fits_no_length():
+    with pytest.raises(ValueError, match="only 1 are there. Give more text.$"):
+        Windows(counting(1), seq_len=16)
 
 
 def test_a_batch_that_ranks_cannot_share_is_refused():

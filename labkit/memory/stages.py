@@ -156,9 +156,10 @@ def in_flight(
 ) -> tuple[int, ...]:
     """Return how many micro-batches each chunk of a rank keeps activations of.
 
-    Taken at the first instant at which the rank keeps most in all. Activations are
-    kept until the weight gradient is done. Source: table 2 of the DeepSeek-V3 report
-    gives the sums over chunks; the orders of PyTorch's schedules the rest.
+    Taken at the first instant at which the rank keeps most in all; later ones may keep
+    as many in another mix. Activations count until the weight gradient is done.
+    Sources: table 2 of the DeepSeek-V3 report for sums over chunks, the orders of
+    PyTorch's schedules for the rest, DualPipe's own phases for its mix.
 
     Args:
         layout: `pp` ranks with `vpp` chunks each.

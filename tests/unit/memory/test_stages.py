@@ -210,6 +210,19 @@ def test_dualpipev_on_half_the_ranks_keeps_as_many_as_dualpipe():
     assert set(whole) == set(half) == {9}
 
 
+@pytest.mark.parametrize(
+    ("rank", "alone", "pairs"), [(0, 6, 1), (1, 4, 2), (2, 2, 3), (3, 0, 4)]
+)
+def test_dualpipe_fills_up_in_the_phases_of_its_authors(rank, alone, pairs):
+    # Of 8 ranks: forwards from the near end alone, then from both ends in turn; each
+    # backward that follows makes room for a forward, until one more from the near end.
+    near, far = alone + pairs + 1, pairs
+
+    layout = Layout(pp=8)
+    assert in_flight(layout, rank, 40, schedule="dualpipe") == (near, far)
+    assert in_flight(layout, 7 - rank, 40, schedule="dualpipe") == (far, near)
+
+
 def test_the_last_rank_of_1f1b_keeps_a_single_micro_batch():
     assert [in_flight(Layout(pp=4), rank, 9) for rank in range(4)] == [
         (4,),

@@ -1,0 +1,290 @@
+"""Every policy gives the same gradients to the bit, and can be taken back."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from labkit.config import GQAConfig, MLAConfig, ModelConfig, MoEConfig, MTPConfig
+from labkit.memory.recompute import (
+    RECOMPUTE_POLICIES,
+    apply_recompute,
+    block_policies,
+)
+from labkit.model import LatentCache, Transformer, generate, load_hf, save_hf
+
+BATCH, SEQ = 2, 16
+
+MLA = MLAConfig(
+    n_heads=2,
+    q_lora_rank=12,
+    kv_lora_rank=8,
+    qk_nope_head_dim=8,
+    qk_rope_head_dim=4,
+    v_head_dim=8,
+)
+DENSE = ModelConfig(
+    vocab_size=32,
+    dim=16,
+    n_layers=2,
+    inter_dim=24,
+    attention=MLA,
+    max_seq_len=64,
+    init_std=0.1,
+)
+MOE = MoEConfig(
+    n_routed_experts=4,
+    n_activated_experts=2,
+    moe_inter_dim=8,
+    balance_loss_weight=1e-2,
+)
+SPARSE = replace(DENSE, moe=MOE, n_dense_layers=1)
+CONFIGS = {
+    "dense": DENSE,
+    "no query rank": replace(DENSE, attention=replace(MLA, q_lora_rank=None)),
+    "sparse": SPARSE,
+    "multi-token": replace(SPARSE, mtp=MTPConfig(depth=2)),
+    "grouped-query": replace(
+        SPARSE, attention=GQAConfig(n_heads=4, n_kv_heads=2, head_dim=8)
+    ),
+}
+SAVING = [name for name in RECOMPUTE_POLICIES if name != "none"]
+PRECISIONS = {"FP32": torch.float32, "BF16": torch.bfloat16}
+
+
+def build(cfg, policy="none", *, k=4):
+    model = Transformer(cfg, generator=torch.Generator().manual_seed(0))
+    return apply_recompute(model, policy, k=k)
+
+
+def batch(n_sequences=BATCH):
+    source = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, 32, (n_sequences, SEQ + 1), generator=source)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def losses_and_gradients(model, *, dtype=torch.float32, n_micro_batches=2):
+    """Accumulate a step of sequences one by one; return all that it gives."""
+    tokens, targets = batch(n_micro_batches * BATCH)
+    losses = []
+    for part in range(n_micro_batches):
+        rows = slice(part * BATCH, (part + 1) * BATCH)
+        with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
+            loss = model.loss(
+                tokens[rows],
+                targets[rows],
+                n_tokens=targets.numel(),
+                n_sequences=len(tokens),
+            )
+        loss.total.backward()
+        losses += [loss.total.detach(), loss.mtp, loss.balance, loss.load]
+    return losses + [parameter.grad for parameter in model.parameters()]
+
+
+def are_equal(found, expected):
+    return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_losses_loads_and_gradients_are_the_same_to_the_bit(name, precision):
+    cfg, dtype = CONFIGS[name], PRECISIONS[precision]
+    expected = losses_and_gradients(build(cfg), dtype=dtype)
+    for policy in SAVING:
+        if policy == "moe" and cfg.moe is None:
+            continue
+        model = build(cfg, policy, k=2)
+        assert are_equal(losses_and_gradients(model, dtype=dtype), expected), policy
+
+
+@pytest.mark.parametrize("policy", SAVING)
+def test_a_single_sequence_gives_the_same_gradients(policy):
+    # Its heads lie side by side already, so that nothing copies values.
+    cfg = CONFIGS["multi-token"]
+    tokens, targets = batch(1)
+    gradients = []
+    for name in ("none", policy):
+        model = build(cfg, name)
+        model.loss(tokens, targets).total.backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+
+    assert are_equal(*gradients)
+
+
+@settings(max_examples=8)
+@given(name=st.sampled_from([*CONFIGS]), data=st.data())
+def test_any_mixture_of_policies_gives_the_same_gradients(name, data):
+    cfg = CONFIGS[name]
+    policies = ["none", "full", "selective", "attention"]
+    policies += [] if cfg.moe is None else ["moe"]
+    n_blocks = cfg.n_layers + cfg.n_mtp
+    mixture = data.draw(
+        st.lists(st.sampled_from(policies), min_size=n_blocks, max_size=n_blocks)
+    )
+    expected = losses_and_gradients(build(cfg), n_micro_batches=1)
+
+    found = losses_and_gradients(build(cfg, mixture), n_micro_batches=1)
+    assert are_equal(found, expected)
+
+
+@pytest.mark.parametrize("policy", SAVING)
+def test_names_weights_and_modules_modes_stay(policy):
+    plain, model = (build(CONFIGS["multi-token"]) for _ in range(2))
+    model.layers[0].eval()
+    apply_recompute(model, policy)
+
+    assert list(model.state_dict()) == list(plain.state_dict())
+    assert are_equal(model.parameters(), plain.parameters())
+    assert [name for name, _ in model.named_modules()] == [
+        name for name, _ in plain.named_modules()
+    ]
+    assert not model.layers[0].training
+    assert model.layers[1].training
+
+
+@pytest.mark.parametrize("policy", SAVING)
+def test_the_next_policy_takes_the_place_of_the_last(policy):
+    cfg = CONFIGS["multi-token"]
+    model = build(cfg, policy)
+    plain = [type(module) for module in build(cfg).modules()]
+    for other in RECOMPUTE_POLICIES:
+        assert apply_recompute(model, other) is model
+        fresh = build(cfg, other)
+        assert [*map(type, model.modules())] == [*map(type, fresh.modules())]
+    apply_recompute(model, "none")
+
+    assert [type(module) for module in model.modules()] == plain
+
+
+@pytest.mark.parametrize("policy", SAVING)
+def test_a_copy_is_under_the_same_policy_and_has_weights_of_its_own(policy):
+    model = build(CONFIGS["multi-token"], policy)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    expected = losses_and_gradients(build(CONFIGS["multi-token"]))
+
+    assert are_equal(losses_and_gradients(twin), expected)
+    assert type(twin.layers[0]) is type(model.layers[0])
+
+
+@pytest.mark.parametrize("policy", SAVING)
+def test_passes_without_gradients_and_with_a_cache_are_as_before(policy):
+    cfg = CONFIGS["multi-token"]
+    tokens, _ = batch()
+    logits = []
+    for name in ("none", policy):
+        model = build(cfg, name)
+        cache = LatentCache(cfg, BATCH, SEQ, dtype=torch.float32)
+        with torch.no_grad():
+            plain = model(tokens)
+            cached = [model(part, cache) for part in tokens.split(SEQ // 2, dim=1)]
+        logits.append([plain, *cached])
+
+    assert are_equal(*logits)
+
+
+@pytest.mark.parametrize("policy", SAVING)
+def test_the_same_text_is_generated_with_drafts_of_the_mtp_modules(policy):
+    cfg = CONFIGS["multi-token"]
+    tokens, _ = batch()
+    texts = [
+        generate(build(cfg, name), tokens, 4, speculative=True).tokens
+        for name in ("none", policy)
+    ]
+    assert are_equal(*texts)
+
+
+def test_a_cache_is_written_once_although_gradients_are_on():
+    # Frozen keys, so that the cache takes them; the head still learns.
+    gradients = []
+    for policy in ("none", "full", "attention", "selective"):
+        model = build(DENSE, policy)
+        cache = LatentCache(DENSE, BATCH, SEQ, dtype=torch.float32)
+        model.requires_grad_(False)
+        model.layers[-1].ffn.requires_grad_(True)
+        loss = model(batch()[0], cache).sum()
+        cache.entries.zero_()
+        loss.backward()
+        assert not cache.entries.any()
+        gradients.append(model.layers[-1].ffn.w1.weight.grad)
+
+    assert all(torch.equal(found, gradients[0]) for found in gradients)
+
+
+@pytest.mark.parametrize("policy", SAVING)
+def test_a_saved_model_is_read_as_a_plain_one(policy, tmp_path):
+    model = build(CONFIGS["multi-token"], policy)
+    save_hf(model, tmp_path)
+    read = load_hf(tmp_path)
+
+    assert type(read.layers[0]) is type(build(DENSE).layers[0])
+    assert are_equal(read.state_dict().values(), model.state_dict().values())
+    assert are_equal(
+        losses_and_gradients(apply_recompute(read, policy)), losses_and_gradients(model)
+    )
+
+
+def test_hooks_see_a_module_that_runs_again_twice():
+    calls = []
+    model = build(DENSE, "full")
+    model.layers[0].attn.register_forward_hook(lambda *_: calls.append("attn"))
+    loss = model.loss(*batch()).total
+    assert calls == ["attn"]
+    loss.backward()
+
+    assert calls == ["attn"] * 2
+
+
+def test_every_policy_has_a_sentence_and_a_plan():
+    for policy, sentence in RECOMPUTE_POLICIES.items():
+        assert sentence.endswith(".")
+        assert len(block_policies(policy, 3)) == 3
+
+
+def test_every_first_of_k_blocks_runs_again():
+    assert block_policies("every_k", 5, k=2) == ("full", "none", "full", "none", "full")
+    assert block_policies("every_k", 3, k=1) == ("full",) * 3
+    assert block_policies("every_k", 2, k=9) == ("full", "none")
+
+
+@pytest.mark.parametrize(
+    ("policy", "k", "message"),
+    [
+        ("half", 4, "policy must be one of 'none', 'full', .*; got 'half'. Set policy"),
+        (None, 4, "policy must be one of 'none', 'full', .*; got None. Set policy="),
+        ("every_k", 0, "k must be a whole number of at least 1; got 0. Set k to 1"),
+        (["full"], 4, "one for each of 2 blocks .* got 1 names. Pass 2."),
+        (["full", "every_k"], 4, r"policy\[1\] must be one of 'none'.*got 'every_k'"),
+        ("moe", 4, "'moe' runs experts again, .*; got a dense model. Choose 'select"),
+    ],
+)
+def test_what_cannot_be_is_refused_and_the_model_is_as_before(
+    policy, k, message, unchecked
+):
+    model = build(DENSE, "attention")
+    before = [*map(type, model.modules())]
+    with pytest.raises(ValueError, match=message):
+        apply_recompute(model, policy, k=k)
+
+    assert [*map(type, model.modules())] == before
+
+
+def test_a_block_of_another_transform_is_refused_and_nothing_is_changed():
+    model = build(DENSE, "selective")
+    before = [*map(type, model.layers[0].modules())]
+    model.layers[1].attn.__class__ = type("OtherMLA", (type(model.layers[1].attn),), {})
+    for policy in ("none", "attention"):
+        with pytest.raises(ValueError, match="must come before other transforms, .*"):
+            apply_recompute(model, policy)
+    plain = build(DENSE)
+    plain.layers[1].__class__ = type("OtherBlock", (type(plain.layers[1]),), {})
+    with pytest.raises(ValueError, match=r"layers\.1 is a OtherBlock\. Call apply_rec"):
+        apply_recompute(plain, "full")
+
+    assert type(plain.layers[0]).__name__ == "Block"
+    assert [*map(type, model.layers[0].modules())] == before

@@ -229,6 +229,15 @@ def test_a_scale_belongs_to_every_block_that_is_begun():
     assert shards.expert.n_fp8_blocks == 8 * (2 + 1)
 
 
+def test_outputs_of_the_first_projections_are_cut_and_inputs_of_the_last():
+    dense_layer = Stage(chunks=(Chunk(layers=range(1)),))
+    shards = shard_params(TINY, Layout(tp=2), dense_layer)
+
+    # wq_b 96 x 48, wkv_b 128 x 32 and wo 128 x 64: a block each.
+    # w1 and w3 192 x 128, w2 128 x 192: two each. Cut by rows, w2 would have three.
+    assert shards.split.n_fp8_blocks == 3 + 3 * 2
+
+
 def test_norms_routers_and_both_ends_stay_out_of_fp8():
     kept = [
         w.name

@@ -6,12 +6,13 @@ where nothing is really allocated.
 """
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from jaxtyping import Shaped
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 
 class Event(NamedTuple):
@@ -28,7 +29,8 @@ class AllocationCount(TorchDispatchMode):
     """Records every storage that an operator returns while this is active.
 
     Views and writes in place return storages that were there before, and do not
-    count. What a kernel uses inside itself is not seen.
+    count; nor do tensors of values given in Python. What a kernel uses inside itself
+    is not seen.
 
     >>> with AllocationCount() as count:
     ...     rows = torch.zeros(4, 2)
@@ -46,7 +48,8 @@ class AllocationCount(TorchDispatchMode):
         """Bytes of all storages made, freed ones included."""
         self.live_bytes = 0
         self.peak_bytes = 0
-        self._known: set[int] = set()
+        self._known: dict[int, int] = {}
+        self._ends: dict[int, weakref.finalize] = {}
 
     def __repr__(self) -> str:
         return (
@@ -68,37 +71,87 @@ class AllocationCount(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401, operators return anything
         kwargs = kwargs or {}
-        before = {_address(storage) for storage in _storages((args, kwargs))}
+        inputs = list(_tensors((args, kwargs)))
+        before = {_address(tensor.untyped_storage()) for tensor in inputs}
         out = func(*args, **kwargs)
-        for storage in _storages(out):
-            if _address(storage) not in before | self._known:
+        outputs = list(_tensors(out))
+        for tensor in outputs:
+            storage = tensor.untyped_storage()
+            if _address(storage) not in before and _address(storage) not in self._known:
                 self._note(storage)
+        self._after(func, inputs, outputs)
         return out
+
+    def _after(
+        self,
+        func: Callable[..., Any],
+        inputs: Sequence[Shaped[Tensor, "..."]],
+        outputs: Sequence[Shaped[Tensor, "..."]],
+    ) -> None:
+        """Be told of an operator that has run; for those that want to know more."""
+
+    def number_of(self, tensor: Shaped[Tensor, "..."]) -> int | None:
+        """Return the number of the storage that a tensor views; None if not counted.
+
+        >>> with AllocationCount() as count:
+        ...     rows = torch.zeros(4, 2)
+        >>> count.number_of(rows[1]), count.number_of(torch.zeros(1))
+        (1, None)
+        """
+        return self._known.get(_address(tensor.untyped_storage()))
+
+    def adopt(self, tensor: Shaped[Tensor, "..."]) -> int:
+        """Count a storage that was there before, from now on; return its number.
+
+        The number is 0 where there is no byte to count.
+        """
+        storage = tensor.untyped_storage()
+        if _address(storage) not in self._known:
+            self._note(storage)
+        return self._known.get(_address(storage), 0)
+
+    def close(self) -> None:
+        """Stop counting the ends of storages, and let go of what was counted.
+
+        Until then this object lives as long as the longest lived of them.
+        """
+        for end in self._ends.values():
+            end.detach()
+        self._ends.clear()
+        self._known.clear()
 
     def _note(self, storage: torch.UntypedStorage) -> None:
         if storage.nbytes() == 0:
             return
         address, n_bytes = _address(storage), storage.nbytes()
-        self._known.add(address)
         self.n_allocations += 1
+        self._known[address] = self.n_allocations
         self.total_bytes += n_bytes
         self.live_bytes += n_bytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         self.events.append(Event(self.n_allocations, n_bytes))
-        weakref.finalize(
+        end = weakref.finalize(
             storage, self._forget, address, self.n_allocations, n_bytes
-        ).atexit = False
+        )
+        end.atexit = False
+        self._ends[self.n_allocations] = end
 
     def _forget(self, address: int, number: int, n_bytes: int) -> None:
         # Also after the mode has ended: what dies then is no longer live.
-        self._known.discard(address)
+        del self._known[address], self._ends[number]
         self.events.append(Event(number, -n_bytes))
         self.live_bytes -= n_bytes
 
 
-def _storages(tree: object) -> list[torch.UntypedStorage]:
-    leaves = tree_leaves(tree)
-    return [x.untyped_storage() for x in leaves if isinstance(x, torch.Tensor)]
+def _tensors(tree: object) -> Iterator[Shaped[Tensor, "..."]]:
+    """Yield an operator's tensors, which lie in it or in its lists."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, tuple | list):
+        for item in tree:
+            yield from _tensors(item)
+    elif isinstance(tree, dict):
+        yield from _tensors(tuple(tree.values()))
 
 
 def _address(storage: torch.UntypedStorage) -> int:

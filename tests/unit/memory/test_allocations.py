@@ -1,5 +1,8 @@
 """Counting what operators allocate: by hand, on two devices, through a backward."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -63,3 +66,27 @@ def test_its_repr_says_what_it_saw():
     assert repr(count) == (
         "AllocationCount(n_allocations=1, total_bytes=12, live_bytes=0, peak_bytes=12)"
     )
+
+
+def test_what_was_there_can_be_adopted():
+    rows = torch.zeros(4)
+    count = AllocationCount()
+
+    assert count.number_of(rows) is None
+    assert count.adopt(rows[1:]) == count.adopt(rows) == count.number_of(rows) == 1
+    assert count.live_bytes == 16
+    assert count.adopt(torch.zeros(0)) == 0
+    del rows
+    assert count.live_bytes == 0
+
+
+def test_a_closed_count_does_not_live_as_long_as_what_it_counted():
+    with AllocationCount() as count:
+        rows = torch.zeros(4)
+    count.close()
+    alive = weakref.ref(count)
+    del count
+    gc.collect()
+
+    assert alive() is None
+    assert rows.sum() == 0

@@ -135,14 +135,17 @@ def test_a_later_tensor_in_the_same_memory_is_not_taken_for_the_result():
 def test_a_result_seen_as_another_dtype_is_kept():
     x = leaf(4, 2)
     factor = torch.randn(4, dtype=torch.complex64, requires_grad=True)
+    plain_factor = factor.detach().requires_grad_()
     with discarding():
         pairs = torch.view_as_complex(rebuilt(torch.exp, x))
         total = torch.view_as_real(pairs * factor).sum()
     total.backward()
 
     y = x.detach().requires_grad_()
-    torch.view_as_real(torch.view_as_complex(y.exp()) * factor).sum().backward()
+    pairs = torch.view_as_complex(y.exp())
+    torch.view_as_real(pairs * plain_factor).sum().backward()
     assert torch.equal(x.grad, y.grad)
+    assert torch.equal(factor.grad, plain_factor.grad)
 
 
 def test_hooks_around_discarding_see_the_other_tensors_and_none_of_its_own():

@@ -124,6 +124,20 @@ def test_a_further_layer_of_experts_keeps_only_the_stream_before_them():
     assert three - two == 4 * TOKENS * (PLAIN_ATTENTION + DENSE.dim) + load
 
 
+def test_a_further_layer_of_experts_keeps_projections_and_dispatch_under_selective():
+    moe = replace(MOE, balance_loss_weight=0.0)
+    two, three = (
+        kept_bytes(build(replace(SPARSE, n_layers=n, moe=moe), "selective"))
+        for n in (2, 3)
+    )
+    choices, shared = MOE.n_activated_experts, MOE.n_shared_experts
+    projections = 2 * (choices + shared) * MOE.moe_inter_dim
+    values = RESIDUAL + SELECTIVE_MLA + projections + choices  # and their weights
+    rows, load = 2 * choices * TOKENS, MOE.n_routed_experts  # integers of 8 bytes
+
+    assert three - two == 4 * TOKENS * values + 8 * (rows + load)
+
+
 def test_one_block_of_every_k_is_kept_as_under_full():
     cfg = replace(DENSE, n_layers=5)
     none, full, every = (

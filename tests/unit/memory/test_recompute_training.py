@@ -72,7 +72,7 @@ def test_a_resumed_run_goes_on_under_any_policy_as_if_it_had_none(tmp_path):
     plain.run(3, progress=False)
     first = trainer("selective")
     first.run(1, progress=False)
-    path = first.save(tmp_path / "checkpoint.safetensors")
+    path = first.save(tmp_path / "after_one_step.safetensors")
 
     for policy in RECOMPUTE_POLICIES:
         second = Trainer.resume(path, corpus=CORPUS)

@@ -92,6 +92,20 @@ def test_a_graph_may_be_run_backward_twice():
     assert torch.equal(x.grad, 2 * once)
 
 
+def test_a_pass_to_some_readers_may_come_before_one_to_all():
+    x, first, second = leaf(4, 4), leaf(4, 4), leaf(4, 4)
+    with discarding():
+        result = rebuilt(torch.exp, x)
+        total = (result @ first).sum() + (result @ second).sum()
+    alone = torch.autograd.grad(total, first, retain_graph=True)[0]
+    total.backward()
+
+    assert torch.equal(alone, first.grad)
+    assert torch.equal(first.grad, second.grad)
+    expected = x.exp() * (first.sum(dim=1) + second.sum(dim=1))
+    torch.testing.assert_close(x.grad, expected.detach())
+
+
 def test_what_was_rebuilt_is_freed_with_its_last_reader():
     x, weight = leaf(64, 8), leaf(8, 2)
     with discarding():

@@ -4,10 +4,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from labkit.config import GQAConfig, MLAConfig, ModelConfig, MoEConfig, MTPConfig
 from labkit.memory import AllocationCount
+from labkit.memory.fakes import faked
+from labkit.memory.measure import measure
 from labkit.memory.recompute import RECOMPUTE_POLICIES, apply_recompute
 from labkit.model import Transformer
 
@@ -201,14 +204,46 @@ def test_full_runs_each_block_again_up_to_its_last_product():
 def test_shapes_alone_can_be_run_on_meta():
     model = Transformer(SPARSE, device="meta")
     plain, *saving = (
-        _kept_on_meta(apply_recompute(model, policy)) for policy in RECOMPUTE_POLICIES
+        _kept_on("meta", apply_recompute(model, policy))
+        for policy in RECOMPUTE_POLICIES
     )
     assert all(0 < kept < plain for kept in saving)
 
 
-def _kept_on_meta(model):
+def _kept_on(device, model):
     with AllocationCount() as count:
-        loss = model.loss(*(part.to("meta") for part in batch()))
+        loss = model.loss(*(torch.zeros_like(x, device=device) for x in batch()))
         kept = count.live_bytes
     loss.total.backward()
     return kept
+
+
+@pytest.mark.parametrize("policy", ["none", "full", "selective", "attention"])
+def test_a_further_layer_of_fake_tensors_keeps_as_many_bytes_as_a_real_one(policy):
+    configs = [replace(DENSE, n_layers=n) for n in (2, 3)]
+    two, three = (kept_bytes(build(cfg, policy)) for cfg in configs)
+    models = [
+        apply_recompute(Transformer(cfg, device="meta"), policy) for cfg in configs
+    ]
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fake_two, fake_three = (_kept_on("cpu", faked(model)) for model in models)
+
+    assert fake_three - fake_two == three - two
+
+
+def test_measuring_names_the_modules_that_still_keep_something():
+    model = build(replace(DENSE, n_layers=1), "selective")
+    tokens, targets = batch()
+    report = measure(lambda: model.loss(tokens, targets).total.backward(), model)
+    kept = {name: n for name, n in report.by_module.items() if name != "loss"}
+
+    row = 4 * TOKENS
+    turns = 8 * SEQ * MLA.qk_rope_head_dim // 2
+    assert kept == {
+        "layers.0.attn_norm": row * DENSE.dim,
+        "layers.0.attn": row * (MLA.q_lora_rank + MLA.cache_width) + turns,
+        "layers.0.attn.wo": row * MLA.n_heads * MLA.v_head_dim,
+        "layers.0.ffn_norm": row * DENSE.dim,
+        "layers.0.ffn": row * 2 * DENSE.inter_dim,
+        "norm": row * DENSE.dim,
+    }

@@ -47,17 +47,22 @@ def block_tape(
         load: tokens of each expert; None takes even routing.
     """
     x = activation("input", step.n_tokens * cfg.dim, stream)
-    yield norm(step, "attn_norm", cfg.dim, dtype=stream, kept=(x,))
-    attention = attention_tape(cfg.attention, cfg.dim, step)
-    yield from _within("attn", attention)
-    yield norm(step, "ffn_norm", cfg.dim, dtype=stream, kept=(x,))
+    attention = _within("attn", attention_tape(cfg.attention, cfg.dim, step))
     if is_dense or cfg.moe is None:
-        yield from _within("ffn", mlp_tape((cfg.dim, cfg.inter_dim), step))
-        return
-    n_rows = None
-    if load is not None:
-        n_rows = padded_rows(load, padding_multiple(cfg.moe, step))
-    yield from _within("ffn", moe_tape(cfg.moe, cfg.dim, step, n_rows=n_rows))
+        ffn = mlp_tape((cfg.dim, cfg.inter_dim), step)
+    else:
+        n_rows = None
+        if load is not None:
+            n_rows = padded_rows(load, padding_multiple(cfg.moe, step))
+        ffn = moe_tape(cfg.moe, cfg.dim, step, n_rows=n_rows)
+    # The stream's gradient passes by all of them.
+    for op in (
+        norm(step, "attn_norm", cfg.dim, dtype=stream, kept=(x,)),
+        *attention,
+        norm(step, "ffn_norm", cfg.dim, dtype=stream, kept=(x,)),
+        *_within("ffn", ffn),
+    ):
+        yield op.beside(x.n_bytes)
 
 
 def model_tape(cfg: ModelConfig, step: Pass, *, load: Load | None = None) -> list[Op]:
@@ -78,7 +83,8 @@ def model_tape(cfg: ModelConfig, step: Pass, *, load: Load | None = None) -> lis
             f"{cfg.n_mtp}; got {step.seq_len} tokens. Use {cfg.n_mtp + 1} or more."
         )
     loads = iter(load or ())
-    ops = list(_within("layers.0", [rotations(cfg.attention, step)]))
+    ops = [_embedding(cfg, step)]
+    ops += _within("layers.0", [rotations(cfg.attention, step)])
     for index in range(cfg.n_layers):
         is_dense = cfg.moe is None or index < cfg.n_dense_layers
         layer = block_tape(
@@ -94,11 +100,21 @@ def model_tape(cfg: ModelConfig, step: Pass, *, load: Load | None = None) -> lis
     ops += _head_tape(cfg, step)
     for depth in range(1, cfg.n_mtp + 1):
         shorter = replace(step, seq_len=step.seq_len - depth)
-        ops.append(Op("embed", (Kept("tokens", shorter.n_tokens * INDEX_BYTES),)))
+        tokens = Kept("tokens", shorter.n_tokens * INDEX_BYTES)
+        ops.append(_embedding(cfg, shorter)._replace(kept=(tokens,)))
         mtp = _mtp_tape(cfg, shorter, load=next(loads, None))
         ops += _within(f"mtp.{depth - 1}", mtp)
         ops += _head_tape(cfg, shorter, is_first=False)
     return ops + _balance_tape(cfg, step)
+
+
+def _embedding(cfg: ModelConfig, step: Pass) -> Op:
+    size = step.weights.itemsize
+    return Op(
+        "embed",
+        gradient_bytes=cfg.vocab_size * cfg.dim * size,
+        working_bytes=step.n_tokens * cfg.dim * size,
+    )
 
 
 def _mtp_tape(
@@ -109,16 +125,11 @@ def _mtp_tape(
     yield norm(step, "enorm", cfg.dim, dtype=step.weights, kept=(embedded,))
     yield norm(step, "hnorm", cfg.dim, dtype=dtype)  # the head kept its input
     joined = activation("input", 2 * size, dtype)
-    yield linear(step, "eh_proj", (2 * cfg.dim, cfg.dim), kept=(joined,))
+    yield from linear(step, "eh_proj", (2 * cfg.dim, cfg.dim), kept=(joined,))
     yield from _within("block", [rotations(cfg.attention, step)])
     # The projection's result starts a new residual stream, in its own dtype.
-    block = block_tape(
-        cfg,
-        step,
-        is_dense=cfg.moe is None,
-        stream=dtype,
-        load=load,
-    )
+    is_dense = cfg.moe is None
+    block = block_tape(cfg, step, is_dense=is_dense, stream=dtype, load=load)
     yield from _within("block", block)
     last = activation("input", size, dtype)
     yield norm(step, "norm", cfg.dim, dtype=dtype, kept=(last,))
@@ -128,14 +139,15 @@ def _head_tape(cfg: ModelConfig, step: Pass, *, is_first: bool = True) -> list[O
     """Return head and cross-entropy; MTP uses the head that is there already."""
     n, size = step.n_tokens, step.n_tokens * cfg.dim
     normed = activation("input", size, step.compute)
-    head = linear(step, "head", (cfg.dim, cfg.vocab_size), kept=(normed,))
+    head = list(linear(step, "head", (cfg.dim, cfg.vocab_size), kept=(normed,)))
     if not is_first:
-        head = head._replace(kept=(normed,))
-    kept = [Kept("log-probabilities", n * cfg.vocab_size * EXACT_BYTES, "logits")]
+        head = [head[-1]._replace(kept=(normed,))]
+    logits = Kept("log-probabilities", n * cfg.vocab_size * EXACT_BYTES, "logits")
+    kept = [logits]
     if not is_first:
         kept.append(Kept("targets", n * INDEX_BYTES))
     kept.append(Kept("total weight", EXACT_BYTES))
-    return [head, Op("loss", tuple(kept))]
+    return [*head, Op("loss", tuple(kept), working_bytes=2 * logits.n_bytes)]
 
 
 def _balance_tape(cfg: ModelConfig, step: Pass) -> list[Op]:
@@ -174,14 +186,3 @@ def bytes_by_module(ops: Iterable[Op]) -> dict[str, int]:
                 name = "casts" if kept.part == "casts" else op.module
                 by_module[name] = by_module.get(name, 0) + kept.n_bytes
     return by_module
-
-
-def bytes_by_part(ops: Iterable[Op]) -> dict[str, int]:
-    """Return the bytes of activations, and of logits, at the end of the forward."""
-    by_part = {"activations": 0, "logits": 0}
-    for op in ops:
-        for kept in op.kept:
-            by_part["logits" if kept.part == "logits" else "activations"] += (
-                kept.n_bytes
-            )
-    return by_part

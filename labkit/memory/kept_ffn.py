@@ -13,6 +13,7 @@ from labkit.memory.tape import (
     Pass,
     activation,
     linear,
+    shared_gradient,
 )
 
 
@@ -29,11 +30,18 @@ def mlp_tape(
     dim, hidden = widths
     normed = activation("input", step.n_tokens * dim, step.compute)
     size, dtype = step.n_tokens * hidden, step.compute
-    yield linear(step, "w1", (dim, hidden), kept=(normed,) if keeps_input else ())
-    yield Op("", (activation("gate", size, dtype),))
-    yield linear(step, "w3", (dim, hidden))
-    yield Op("", (activation("silu", size, dtype), activation("up", size, dtype)))
-    yield linear(step, "w2", (hidden, dim), kept=(activation("input", size, dtype),))
+    at_input, at_hidden = (step.n_tokens * w * dtype.itemsize for w in widths)
+    inputs = (normed,) if keeps_input else ()
+    beside = at_input + max(at_input - at_hidden, 0)
+    yield from linear(step, "w1", (dim, hidden), kept=inputs, beside=beside)
+    gate = activation("gate", size, dtype)
+    yield Op("", (gate,), working_bytes=at_input + 2 * at_hidden)
+    yield from linear(step, "w3", (dim, hidden), beside=at_hidden)
+    factors = activation("silu", size, dtype), activation("up", size, dtype)
+    yield Op("", factors, working_bytes=3 * at_hidden)
+    product = activation("input", size, dtype)
+    beside = -shared_gradient(step, dim)
+    yield from linear(step, "w2", (hidden, dim), kept=(product,), beside=beside)
 
 
 def moe_tape(
@@ -51,7 +59,7 @@ def moe_tape(
     yield from _router_tape(moe, dim, step)
     if n_rows is None:
         n_rows = expected_rows(moe, step)
-    yield _experts(moe, dim, step, round(n_rows))
+    yield from _experts(moe, dim, step, round(n_rows))
     if moe.n_shared_experts:
         widths = (dim, moe.n_shared_experts * moe.moe_inter_dim)
         for op in mlp_tape(widths, step, keeps_input=False):
@@ -74,10 +82,20 @@ def _router_tape(moe: MoEConfig, dim: int, step: Pass) -> Iterator[Op]:
             activation("sum of the chosen", n, exact),
             activation("chosen affinities", n * k, exact),
         ]
-    yield Op("gate", tuple(kept), gradient_bytes=n_weights * step.weights.itemsize)
+    at_affinity = n * moe.n_routed_experts * EXACT_BYTES
+    at_input = n * dim * (EXACT_BYTES + step.compute.itemsize)
+    if step.compute != exact:
+        at_input += n * dim * step.compute.itemsize
+    yield Op(
+        "gate",
+        tuple(kept),
+        gradient_bytes=n_weights * step.weights.itemsize,
+        working_bytes=at_input + 3 * at_affinity,
+        early_bytes=at_affinity if moe.balance_loss_weight else 0,
+    )
 
 
-def _experts(moe: MoEConfig, dim: int, step: Pass, n_rows: int) -> Op:
+def _experts(moe: MoEConfig, dim: int, step: Pass, n_rows: int) -> Iterator[Op]:
     n_pairs, dtype = step.n_tokens * moe.n_activated_experts, step.compute
     n_weights = 3 * moe.n_routed_experts * dim * moe.moe_inter_dim
     kept = []
@@ -91,8 +109,20 @@ def _experts(moe: MoEConfig, dim: int, step: Pass, n_rows: int) -> Op:
         Kept("token of each row", n_rows * INDEX_BYTES),
         Kept("row of each choice", n_pairs * INDEX_BYTES),
     ]
-    gradients = n_weights * step.weights.itemsize
-    return Op("experts", tuple(kept), gradient_bytes=gradients)
+    # Rows and their gradients; of one block at a time, six of the hidden layer.
+    block = n_rows / moe.n_routed_experts * 6 * moe.moe_inter_dim
+    rows = 2 * n_rows * dim + max(round(block), step.n_tokens * dim)
+    at_input = step.n_tokens * dim * (2 if step.is_mixed else 1) * dtype.itemsize
+    up, down = n_weights // 3 * 2, n_weights // 3
+    if step.is_mixed:
+        for name, size in (("w13", up), ("w2", down)):
+            gradient = size * step.weights.itemsize
+            yield Op("experts", (), gradient, at_input, parameter=name)
+    # One operator, which makes two gradients: here the first, with the second's bytes.
+    up, down = up * dtype.itemsize, down * dtype.itemsize
+    working = rows * dtype.itemsize + at_input + up
+    yield Op("experts", (), up, parameter="w13")
+    yield Op("experts", tuple(kept), down, working, parameter="w2")
 
 
 def padding_multiple(moe: MoEConfig, step: Pass) -> int:

@@ -5,7 +5,7 @@ operators keep is there once. So each storage stands on the tape once, at the op
 that keeps it first, which is the last to give it back.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -79,7 +79,22 @@ class Op(NamedTuple):
     """Storages that no operator before it kept."""
 
     gradient_bytes: int = 0
-    """Of the parameters' gradients that its backward makes."""
+    """Of the gradient of a parameter that its backward makes. What later operators
+    made for the same parameter is added to it, or cast into it."""
+
+    working_bytes: int = 0
+    """Most that lives only while its backward runs, or until another's reads it:
+    gradients of activations, and what kernels need to compute them."""
+
+    early_bytes: int = 0
+    """Of gradients of its results that the backward makes first of all."""
+
+    parameter: str = "weight"
+    """The gradient's."""
+
+    def beside(self, n_bytes: int) -> "Op":
+        """Return the same operator while so many other bytes wait for another."""
+        return self._replace(working_bytes=self.working_bytes + n_bytes)
 
 
 def activation(what: str, n_values: int, dtype: torch.dtype, **more: bool) -> Kept:
@@ -88,23 +103,29 @@ def activation(what: str, n_values: int, dtype: torch.dtype, **more: bool) -> Ke
 
 
 def linear(
-    step: Pass, module: str, widths: tuple[int, int], *, kept: Iterable[Kept] = ()
-) -> Op:
-    """Return a linear layer; autocast keeps a copy of its weight besides `kept`.
+    step: Pass,
+    module: str,
+    widths: tuple[int, int],
+    *,
+    kept: Iterable[Kept] = (),
+    beside: int = 0,
+) -> Iterator[Op]:
+    """Yield a linear layer; autocast first makes a copy of its weight, and keeps it.
 
     Args:
         step: the pass.
         module: the layer's name.
         widths: of its input and of its output.
         kept: its input, unless another operator kept it before.
+        beside: bytes that wait for other operators while its backward runs.
     """
     n_weights = widths[0] * widths[1]
-    copy = Kept("weight", n_weights * step.compute.itemsize, "casts")
-    return Op(
-        module,
-        (copy, *kept) if step.is_mixed else tuple(kept),
-        gradient_bytes=n_weights * step.weights.itemsize,
-    )
+    gradient, copy = (n_weights * x.itemsize for x in (step.weights, step.compute))
+    given, wanted = (step.n_tokens * width * step.compute.itemsize for width in widths)
+    if step.is_mixed:
+        yield Op(module, (), gradient, given + beside)
+        kept = (Kept("weight", copy, "casts"), *kept)
+    yield Op(module, tuple(kept), copy, given + wanted + beside)
 
 
 def norm(
@@ -130,5 +151,22 @@ def norm(
     if step.device == "gpu" and step.is_mixed and dtype != exact:
         kept = (activation("input in FP32", n * width, exact),)
     scales = activation("inverse scales", n, exact)
-    gradient_bytes = width * step.weights.itemsize
-    return Op(module, (*kept, scales), gradient_bytes=gradient_bytes)
+    # In: the result's gradient. Out: the input's. Between: products, both in FP32,
+    # and where the input is not, copies of both.
+    values = step.compute.itemsize + 2 * EXACT_BYTES
+    if dtype != exact:
+        values += EXACT_BYTES + dtype.itemsize
+    return Op(
+        module,
+        (*kept, scales),
+        gradient_bytes=width * step.weights.itemsize,
+        working_bytes=n * width * values,
+    )
+
+
+def shared_gradient(step: Pass, dim: int) -> int:
+    """Return the bytes of a branch's gradient that are the residual stream's own.
+
+    Autocast makes a copy of it, in the branch's dtype.
+    """
+    return 0 if step.is_mixed else step.n_tokens * dim * step.compute.itemsize

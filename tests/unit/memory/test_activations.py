@@ -23,10 +23,10 @@ from labkit.config import (
 from labkit.memory.activations import (
     block_tape,
     bytes_by_module,
-    bytes_by_part,
     model_tape,
 )
 from labkit.memory.kept_ffn import expected_rows
+from labkit.memory.playback import kept_by_part
 from labkit.memory.tape import Pass
 from labkit.model import LossParts, Transformer
 
@@ -165,7 +165,7 @@ def test_every_module_keeps_the_predicted_bytes(cfg, step):
 def test_even_routing_predicts_the_presets_within_two_percent(name, compute):
     cfg, step = PRESETS[name], Pass(batch=4, seq_len=256, compute=compute)
     kept, _ = loss_of(cfg, step)
-    predicted = sum(bytes_by_part(model_tape(cfg, step)).values())
+    predicted = sum(kept_by_part(model_tape(cfg, step)).values())
 
     assert predicted == pytest.approx(kept.by_module.total(), rel=0.02)
 
@@ -180,7 +180,7 @@ def test_a_dense_layer_keeps_what_a_hand_counts():
     attention = 6 + 3 * 8 + 8  # input; queries, keys and values of 2 heads; wo's input
     ffn = 6 + 4 * 5  # input; gate, its silu, up, their product
 
-    assert bytes_by_part(tape) == {
+    assert kept_by_part(tape) == {
         "activations": 4 * 2 * 3 * (norms + attention + ffn),
         "logits": 0,
     }
@@ -204,7 +204,7 @@ def test_casts_are_autocasts_copies_of_all_matrices(cfg, step):
 @given(cfg=models(), step=passes())
 def test_modules_and_logits_add_up_to_the_parts(cfg, step):
     tape = model_tape(cfg, step)
-    parts = bytes_by_part(tape)
+    parts = kept_by_part(tape)
     n_positions = sum(step.seq_len - depth for depth in range(cfg.n_mtp + 1))
 
     assert sum(bytes_by_module(tape).values()) == parts["activations"]

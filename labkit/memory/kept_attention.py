@@ -36,10 +36,11 @@ def attention_tape(attention: AttentionConfig, dim: int, step: Pass) -> Iterator
         yield from _mla_tape(attention, dim, step)
     else:
         yield from _gqa_tape(attention, dim, step)
-    is_kept = step.device == "cpu" or _padded_width(attention) > attention.v_head_dim
+    is_kept = step.device == "cpu" or isinstance(attention, MLAConfig)
     out_width = attention.n_heads * attention.v_head_dim
     out = activation("input", step.n_tokens * out_width, step.compute)
-    # A fused kernel on a GPU has kept its result already, unless it was padded.
+    # A fused kernel keeps its result, which has the layout of the queries: that of
+    # GQA can be read as it is, and MLA's, whose queries are joined per head, cannot.
     yield from linear(
         step,
         "wo",

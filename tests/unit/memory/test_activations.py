@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -25,10 +26,11 @@ from labkit.memory.activations import (
     bytes_by_module,
     model_tape,
 )
+from labkit.memory.kept_attention import RANDOM_STATE_BYTES
 from labkit.memory.kept_ffn import expected_rows
 from labkit.memory.playback import kept_by_part
 from labkit.memory.tape import Pass
-from labkit.model import LossParts, Transformer
+from labkit.model import LossParts, Transformer, attention
 
 FP32, BF16 = torch.float32, torch.bfloat16
 
@@ -168,6 +170,46 @@ def test_even_routing_predicts_the_presets_within_two_percent(name, compute):
     predicted = sum(kept_by_part(model_tape(cfg, step)).values())
 
     assert predicted == pytest.approx(kept.by_module.total(), rel=0.02)
+
+
+def fused(q, k, v, *, scale, mask=None):
+    """Attend as on a GPU: PyTorch's kernel, over keys and values of equal width."""
+    group, width = q.shape[1] // k.shape[1], max(q.shape[-1], v.shape[-1])
+    k, v = (x if group == 1 else x.repeat_interleave(group, dim=1) for x in (k, v))
+    padded = (
+        x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
+        for x in (q, k, v)
+    )
+    out = F.scaled_dot_product_attention(*padded, is_causal=True, scale=scale)
+    return out[..., : v.shape[-1]]
+
+
+@pytest.mark.parametrize("v_head_dim", [8, 16, 24])
+def test_of_mla_a_gpus_fused_kernel_keeps_what_the_cpus_does(v_head_dim, monkeypatch):
+    mla = MLAConfig(
+        n_heads=3,
+        kv_lora_rank=8,
+        qk_nope_head_dim=12,
+        qk_rope_head_dim=4,
+        v_head_dim=v_head_dim,
+    )
+    require_equal_but_for_random_states(mla, monkeypatch)
+
+
+@pytest.mark.parametrize("n_kv_heads", [2, 4])
+def test_of_gqa_a_gpus_fused_kernel_keeps_what_the_cpus_does(n_kv_heads, monkeypatch):
+    gqa = GQAConfig(n_heads=4, n_kv_heads=n_kv_heads, head_dim=8)
+    require_equal_but_for_random_states(gqa, monkeypatch)
+
+
+def require_equal_but_for_random_states(parts, monkeypatch):
+    monkeypatch.setattr(attention, "attend", fused)
+    cfg = replace(PRESETS["tiny"], attention=parts, n_layers=2, mtp=None)
+    step = Pass(batch=2, seq_len=12, device="gpu")
+    kept, loss = loss_of(cfg, step)
+    predicted = sum(kept_by_part(model_tape(cfg, step)).values())
+
+    assert predicted - 2 * RANDOM_STATE_BYTES == kept.by_module.total()
 
 
 def test_a_dense_layer_keeps_what_a_hand_counts():

@@ -176,13 +176,13 @@ def _within(module: str, ops: Iterable[Op]) -> Iterator[Op]:
 def bytes_by_module(ops: Iterable[Op]) -> dict[str, int]:
     """Return the bytes of activations by the module that keeps them first.
 
-    Copies of weights are one entry, "casts"; logits are a part of their own, and not
-    among them.
+    Copies of weights are one entry, "casts"; logits and what other ranks sent are
+    parts of their own, and not among them.
     """
     by_module: dict[str, int] = {}
     for op in ops:
         for kept in op.kept:
-            if kept.part != "logits":
+            if kept.part in ("activations", "casts"):
                 name = "casts" if kept.part == "casts" else op.module
                 by_module[name] = by_module.get(name, 0) + kept.n_bytes
     return by_module

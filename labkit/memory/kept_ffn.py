@@ -54,11 +54,11 @@ def moe_tape(
         dim: width of the residual stream.
         step: the pass.
         n_rows: rows that the routed experts compute, padding included; None takes
-            what even routing gives.
+            the pass's.
     """
     yield from _router_tape(moe, dim, step)
     if n_rows is None:
-        n_rows = expected_rows(moe, step)
+        n_rows = expected_rows(moe, step) if step.n_rows is None else step.n_rows
     yield from _experts(moe, dim, step, round(n_rows))
     if moe.n_shared_experts:
         widths = (dim, moe.n_shared_experts * moe.moe_inter_dim)
@@ -99,7 +99,10 @@ def _experts(moe: MoEConfig, dim: int, step: Pass, n_rows: int) -> Iterator[Op]:
     n_pairs, dtype = step.n_tokens * moe.n_activated_experts, step.compute
     n_weights = 3 * moe.n_routed_experts * dim * moe.moe_inter_dim
     kept = []
-    if dtype != torch.float32:  # else it is what the router kept
+    if step.ep > 1:
+        arrived = n_rows * dim * dtype.itemsize
+        kept.append(Kept("received rows", arrived, "dispatch"))
+    elif dtype != torch.float32:  # else it is what the router kept
         kept.append(activation("input", step.n_tokens * dim, dtype))
     if step.is_mixed:
         kept.append(Kept("weights", n_weights * dtype.itemsize, "casts"))

@@ -57,11 +57,11 @@ def gradient_bytes(ops: Iterable[Op]) -> int:
 
 
 def kept_by_part(ops: Iterable[Op]) -> dict[str, int]:
-    """Return the bytes of activations, and of logits, at the end of the forward."""
-    by_part = {"activations": 0, "logits": 0}
+    """Return the bytes of each part that lives at the end of the forward."""
+    by_part = {"activations": 0, "logits": 0, "dispatch": 0}
     for op in ops:
         for storage in op.kept:
-            part = "logits" if storage.part == "logits" else "activations"
+            part = "activations" if storage.part == "casts" else storage.part
             by_part[part] += storage.n_bytes
     return by_part
 

@@ -36,8 +36,16 @@ class Pass:
     device: Literal["cpu", "gpu"] = "cpu"
     """Whose kernels run. What is said of a GPU's has not been compared with one."""
 
+    n_rows: float | None = None
+    """Rows that the routed experts of a layer compute, where their load is not given;
+    None takes what even routing gives."""
+
+    ep: int = 1
+    """Ranks that experts are spread over; above 1, copies of tokens are sent to them,
+    and what arrives is kept."""
+
     def __post_init__(self) -> None:
-        require_whole(named(self, "batch", "seq_len"))
+        require_whole(named(self, "batch", "seq_len", "ep"))
         require_choice(named(self, "device"), ("cpu", "gpu"))
         if self.weights != self.compute and self.weights != torch.float32:
             raise ValueError(
@@ -61,8 +69,9 @@ class Kept(NamedTuple):
 
     what: str
     n_bytes: int
-    part: Literal["activations", "casts", "logits"] = "activations"
-    """Casts are copies of weights; a report adds them to the activations."""
+    part: Literal["activations", "casts", "logits", "dispatch"] = "activations"
+    """Casts are copies of weights; a report adds them to the activations. Dispatch is
+    what other ranks sent."""
 
     is_split: bool = True
     """Whether tensor-parallel ranks hold a part each: of the width or, as in sequence

@@ -225,6 +225,7 @@ def test_a_dense_layer_keeps_what_a_hand_counts():
     assert kept_by_part(tape) == {
         "activations": 4 * 2 * 3 * (norms + attention + ffn),
         "logits": 0,
+        "dispatch": 0,
     }
 
 

@@ -1,5 +1,6 @@
 """The fullest instant of forward and backward, predicted and counted."""
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -40,10 +41,10 @@ def test_storages_go_and_gradients_come():
         Op("loss", (Kept("log-probabilities", 7, "logits"),), working_bytes=9),
     ]
     # Before the loss 117 live, and 9; in the middle 110, and 20; at last 10 + 5 + 1.
-    expected = {"activations": 110, "logits": 0, "gradients": 0, "temporaries": 20}
+    expected = {"activations": 110, "temporaries": 20}
 
-    assert fullest_instant(tape) == expected
-    assert kept_by_part(tape) == {"activations": 110, "logits": 7}
+    assert +Counter(fullest_instant(tape)) == expected
+    assert +Counter(kept_by_part(tape)) == {"activations": 110, "logits": 7}
     assert gradient_bytes(tape) == 5
 
 
@@ -70,12 +71,7 @@ def test_early_gradients_wait_for_their_operator():
         Op("rest", (Kept("input", 5),), working_bytes=10),
     ]
 
-    assert fullest_instant(tape) == {
-        "activations": 5,
-        "logits": 0,
-        "gradients": 0,
-        "temporaries": 40,
-    }
+    assert +Counter(fullest_instant(tape)) == {"activations": 5, "temporaries": 40}
 
 
 @st.composite

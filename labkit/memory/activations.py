@@ -83,7 +83,7 @@ def model_tape(cfg: ModelConfig, step: Pass, *, load: Load | None = None) -> lis
             f"{cfg.n_mtp}; got {step.seq_len} tokens. Use {cfg.n_mtp + 1} or more."
         )
     loads = iter(load or ())
-    ops = [_embedding(cfg, step)]
+    ops = [embedding(cfg, step)]
     ops += _within("layers.0", [rotations(cfg.attention, step)])
     for index in range(cfg.n_layers):
         is_dense = cfg.moe is None or index < cfg.n_dense_layers
@@ -95,20 +95,46 @@ def model_tape(cfg: ModelConfig, step: Pass, *, load: Load | None = None) -> lis
             load=None if is_dense else next(loads, None),
         )
         ops += _within(f"layers.{index}", layer)
+    ops += last_tape(cfg, step, loads=list(loads))
+    return ops + balance_tape(cfg, step, cfg.n_moe_layers, cfg.n_mtp)
+
+
+def last_tape(cfg: ModelConfig, step: Pass, *, loads: Load = ()) -> list[Op]:
+    """Return what follows the layers: norm, head and cross-entropy, then MTP's.
+
+    Args:
+        cfg: the model.
+        step: the pass.
+        loads: tokens of each expert of each MTP module; none takes even routing.
+    """
     x = activation("input", step.n_tokens * cfg.dim, step.weights)
-    ops.append(norm(step, "norm", cfg.dim, dtype=step.weights, kept=(x,)))
+    ops = [norm(step, "norm", cfg.dim, dtype=step.weights, kept=(x,))]
     ops += _head_tape(cfg, step)
     for depth in range(1, cfg.n_mtp + 1):
         shorter = replace(step, seq_len=step.seq_len - depth)
         tokens = Kept("tokens", shorter.n_tokens * INDEX_BYTES)
-        ops.append(_embedding(cfg, shorter)._replace(kept=(tokens,)))
-        mtp = _mtp_tape(cfg, shorter, load=next(loads, None))
-        ops += _within(f"mtp.{depth - 1}", mtp)
+        ops.append(embedding(cfg, shorter)._replace(kept=(tokens,)))
+        load = loads[depth - 1] if loads else None
+        ops += _within(f"mtp.{depth - 1}", _mtp_tape(cfg, shorter, load=load))
         ops += _head_tape(cfg, shorter, is_first=False)
-    return ops + _balance_tape(cfg, step)
+    return ops
 
 
-def _embedding(cfg: ModelConfig, step: Pass) -> Op:
+def balance_tape(cfg: ModelConfig, step: Pass, n_main: int, n_mtp: int) -> list[Op]:
+    """Return the balance losses of so many routers of layers and of MTP modules."""
+    if cfg.moe is None or not cfg.moe.balance_loss_weight:
+        return []
+    lengths = [step.seq_len] * n_main
+    lengths += [step.seq_len - depth for depth in range(1, n_mtp + 1)]
+    shares = Kept(
+        "shares of choices", step.batch * cfg.moe.n_routed_experts * EXACT_BYTES
+    )
+    sums = (step.batch * length * EXACT_BYTES for length in lengths)
+    return [Op("loss", (Kept("sums of affinities", n), shares)) for n in sums]
+
+
+def embedding(cfg: ModelConfig, step: Pass) -> Op:
+    """Return the look-up, which keeps the tokens: the caller's own, except MTP's."""
     size = step.weights.itemsize
     return Op(
         "embed",
@@ -148,24 +174,6 @@ def _head_tape(cfg: ModelConfig, step: Pass, *, is_first: bool = True) -> list[O
         kept.append(Kept("targets", n * INDEX_BYTES))
     kept.append(Kept("total weight", EXACT_BYTES))
     return [*head, Op("loss", tuple(kept), working_bytes=2 * logits.n_bytes)]
-
-
-def _balance_tape(cfg: ModelConfig, step: Pass) -> list[Op]:
-    if cfg.moe is None or not cfg.moe.balance_loss_weight:
-        return []
-    lengths = [step.seq_len] * cfg.n_moe_layers
-    lengths += [step.seq_len - depth for depth in range(1, cfg.n_mtp + 1)]
-    n_experts = cfg.moe.n_routed_experts
-    return [
-        Op(
-            "loss",
-            (
-                Kept("sums of affinities", step.batch * length * EXACT_BYTES),
-                Kept("shares of choices", step.batch * n_experts * EXACT_BYTES),
-            ),
-        )
-        for length in lengths
-    ]
 
 
 def _within(module: str, ops: Iterable[Op]) -> Iterator[Op]:

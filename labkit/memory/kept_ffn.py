@@ -116,16 +116,17 @@ def _experts(moe: MoEConfig, dim: int, step: Pass, n_rows: int) -> Iterator[Op]:
     block = n_rows / moe.n_routed_experts * 6 * moe.moe_inter_dim
     rows = 2 * n_rows * dim + max(round(block), step.n_tokens * dim)
     at_input = step.n_tokens * dim * (2 if step.is_mixed else 1) * dtype.itemsize
+    working = rows * dtype.itemsize + at_input
+    if not step.is_mixed:
+        yield Op("experts", tuple(kept), n_weights * dtype.itemsize, working)
+        return
     up, down = n_weights // 3 * 2, n_weights // 3
-    if step.is_mixed:
-        for name, size in (("w13", up), ("w2", down)):
-            gradient = size * step.weights.itemsize
-            yield Op("experts", (), gradient, at_input, parameter=name)
-    # One operator, which makes two gradients: here the first, with the second's bytes.
+    for name, size in (("w13", up), ("w2", down)):
+        yield Op("experts", (), size * step.weights.itemsize, at_input, parameter=name)
+    # One operator, whose two gradients are cast one after the other.
     up, down = up * dtype.itemsize, down * dtype.itemsize
-    working = rows * dtype.itemsize + at_input + up
-    yield Op("experts", (), up, parameter="w13")
     yield Op("experts", tuple(kept), down, working, parameter="w2")
+    yield Op("experts", (), up, parameter="w13")
 
 
 def padding_multiple(moe: MoEConfig, step: Pass) -> int:

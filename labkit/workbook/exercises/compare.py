@@ -8,6 +8,9 @@ from typing import Any
 Plain = Any
 """Numbers, strings, lists and dicts: what tensors and arrays turn into."""
 
+LONG = 10**15
+"""Whole numbers from here on are shortened, not written out."""
+
 
 def plain(value: object) -> Plain:
     """Return tensors, arrays and tuples as nested lists, scalars as numbers.
@@ -59,7 +62,13 @@ def _same_number(left: float, right: float, tolerance: float) -> bool:
 
 
 def brief(value: Plain) -> str:
-    """Return a value in one short line."""
+    """Return a value in one short line.
+
+    >>> brief(187107328), brief(0.1 + 0.2)
+    ('187,107,328', '0.3')
+    """
+    if is_number(value) and isinstance(value, int) and abs(value) < LONG:
+        return f"{value:,}"
     if isinstance(value, float):
         return f"{value:.6g}"
     if callable(value):

@@ -5,8 +5,10 @@ import re
 from html import escape
 from typing import Any
 
+from labkit.config import ModelConfig
 from labkit.workbook.display import Shown, line_html, show, show_line
 from labkit.workbook.exercises.catalogue import find
+from labkit.workbook.exercises.config_code import config_code
 from labkit.workbook.exercises.grading import grade
 from labkit.workbook.exercises.spec import KINDS, Exercise
 from labkit.workbook.guess import Guess
@@ -108,6 +110,8 @@ class Handle:
 def solution_text(spec: Exercise) -> tuple[str, str]:
     """Return where a solution comes from, and its source."""
     answer = spec.solution
+    if isinstance(answer, ModelConfig):
+        return "A solution:", config_code(answer)
     if not spec.wants_function:
         return "A solution:", repr(answer)
     function = inspect.unwrap(answer)

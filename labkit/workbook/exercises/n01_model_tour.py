@@ -8,6 +8,7 @@ from torch import Tensor
 
 from labkit.config import PRESETS, MLAConfig, ModelConfig
 from labkit.config.counts import attention_params
+from labkit.workbook.exercises.mla_parts import left_out
 from labkit.workbook.exercises.spec import Case, Exercise, Misconception, Score
 
 V3 = PRESETS["v3-671b"]
@@ -130,8 +131,11 @@ EXERCISES = (
                 "that is TiB: a TB is 10¹² bytes",
             ),
             Misconception(
-                lambda n_params, bits: n_params * bits / 8 / 1e9,
-                "that is GB",
+                lambda n_params, bits: n_params * bits / 8 / 1e9, "that is GB"
+            ),
+            Misconception(
+                lambda n_params, bits: n_params * bits / 8,
+                "those are bytes: a TB is 10¹² of them",
             ),
         ),
         hints=("How many bytes are `bits` bits?", "Divide by 8, then by 10¹²."),
@@ -177,6 +181,7 @@ EXERCISES = (
                 _mla_always_compressed,
                 "with q_lora_rank None, queries come from one matrix",
             ),
+            *left_out(),
         ),
         hints=(
             "Down and up for the query, down and up for keys and values, and an "
@@ -284,6 +289,11 @@ EXERCISES = (
                 "that is the main model's shift: MTP predicts one token further",
             ),
             Misconception(
+                lambda tokens: (tokens[1:], tokens[2:]),
+                "the last token has no next one to predict: leave it out of what is "
+                "given",
+            ),
+            Misconception(
                 lambda tokens: (tokens[1:-1], tokens[1:-1]),
                 "it is still given what it should predict",
             ),
@@ -305,9 +315,11 @@ EXERCISES = (
         minutes=12,
         task="Change nothing but the experts of V2-Lite, "
         "`replace(lite, moe=replace(lite.moe, …))`, so that of 10 to 16 billion "
-        "parameters at most 1 billion work on a token. The score is total by active. "
-        "Finer experts raise it only up to a point: find what stops them.",
-        stub="my_config = None",
+        "parameters at most 1 billion work on a token. Its experts are "
+        "`n_routed_experts`, `n_activated_experts`, `n_shared_experts` and "
+        "`moe_inter_dim`, their width. The score is the total divided by what works "
+        "on a token. Finer experts raise it only up to a point: find what stops them.",
+        stub='lite = PRESETS["v2-lite-16b"]\nmy_config = None',
         cases=(
             Case(
                 given="the total",
@@ -354,7 +366,7 @@ EXERCISES = (
         solution=SPARSE,
         because="the ratio says nothing of quality: DeepSeek activates 6 or 8 experts, "
         "and keeps shared ones, because models learn better so.",
-        score=Score(of=_gap, unit="total by active", lower_wins=False),
+        score=Score(of=_gap, unit="times as many stored as at work", lower_wins=False),
     ),
     Exercise(
         name="twice_the_experts",

@@ -42,11 +42,16 @@ PANELS = (
     "training (GFLOP per token)\nin a context of 4,096",
 )
 
-NAMES, PANEL = 130, 196
-"""Pixels of the column of names, and of each panel."""
+NAMES, PANELS_WIDTH = 130, (214, 188, 184)
+"""Pixels of the column of names, and of each panel: the first holds two values."""
 
 SCALE, LEFT = 86, 12
 """Pixels of a panel's logarithmic scale, and before it; values need the rest."""
+
+NOTE = (
+    "Positions are logarithmic. Each panel has a scale of its own, from the smallest "
+    "value in it to the largest."
+)
 
 ROW, TOP = 28, 66
 """Pixels of a row, and above the first one."""
@@ -56,9 +61,9 @@ def landscape(models: Sequence[Landmark], *, title: str) -> Figure:
     """Return three panels with a row per model, the first one picked out by colour.
 
     Each panel has its own logarithmic scale without numbers: every mark carries its
-    value.
+    value, and a note below says so.
     """
-    height = TOP + ROW * len(models) + 22
+    height = TOP + ROW * len(models) + 46
     size = (WIDTH / PIXELS_PER_INCH, height / PIXELS_PER_INCH)
     with mpl.rc_context(dict(STYLE)):
         # One bare axes in pixels: three real ones take twice the time to draw.
@@ -72,8 +77,12 @@ def landscape(models: Sequence[Landmark], *, title: str) -> Figure:
         columns = [(m.cache_bytes, m.cache_bytes) for m in models]
         work = [(m.train_gflop, m.train_gflop) for m in models]
         sizes = [(m.total_billion, m.active_billion) for m in models]
-        for number, values in enumerate((sizes, columns, work)):
-            _panel(axes, NAMES + number * PANEL, PANELS[number], values)
+        left = NAMES
+        panels = zip(PANELS, PANELS_WIDTH, (sizes, columns, work), strict=True)
+        for words, width, values in panels:
+            _panel(axes, left, words, values)
+            left += width
+        axes.text(7, height - 15, NOTE, fontsize=8.5, color="#555555")
     return fig
 
 

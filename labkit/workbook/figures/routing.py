@@ -10,6 +10,9 @@ from labkit.workbook.figures.style import COLOURS, SERIES, canvas
 
 CHOSEN, WATCHED = SERIES[0], SERIES[1]
 
+HEADROOM = 1.22
+"""Height of the axis, as a multiple of the highest score: above it stand the names."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
@@ -48,9 +51,11 @@ def routing(
     axes.plot(choice.chosen, chosen, "D", color=CHOSEN, markersize=6.5)
     if watched is not None:
         _watch(axes, watched, scores[watched[0]])
-    axes.set_xlim(-0.5, len(scores) - 0.5)
+    margin = 0.01 * len(scores)  # for the marks of the first and the last expert
+    axes.set_xlim(-0.5 - margin, len(scores) - 0.5 + margin)
     axes.set_xticks([*range(0, len(scores), per_group)])
-    axes.set_ylim(min(0.0, *scores), max(1.0, *scores) * 1.12)
+    top = max(1.0, *scores)
+    axes.set_ylim(min(0.0, *scores) - 0.04 * top, HEADROOM * top)
     return fig
 
 

@@ -82,5 +82,9 @@ class View:
         self.image.value = image_html(data, alt=text, width=WIDTH)
 
     def fail(self, error: Exception) -> None:
-        """Say what went wrong, and that the figure is still the last good one."""
-        self.say(f"✗ {type(error).__name__}: {error} (the figure has not changed)")
+        """Say what went wrong, and that the figure is still the last good one.
+
+        A ValueError says the rule and the fix; its kind would tell a reader nothing.
+        """
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        self.say(f"✗ {kind}{error} (the figure has not changed)")

@@ -5,6 +5,7 @@
 A preset is a starting point: choosing one sets all sliders at once.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
@@ -137,8 +138,36 @@ def build(sizes: Sizes) -> ModelConfig:
     """Return the model of these sizes, without groups of experts.
 
     Raises:
-        ValueError: the sizes contradict each other; says which, and the remedy.
+        ValueError: the sizes contradict each other; says which sliders, and the
+            remedy.
     """
+    try:
+        return _compose(sizes)
+    except ValueError as error:
+        raise ValueError(in_labels(str(error))) from error
+
+
+def in_labels(message: str) -> str:
+    """Return a message about fields with the names that stand beside the sliders.
+
+    >>> in_labels("dim must be at most n_heads=2; got 3. Set dim=2 or less.")
+    '“width” must be at most “heads” (2); got 3. Set “width” to 2 or less.'
+    """
+    for name in RANGES:
+        label = f"“{_label(name)}”"
+        message = re.sub(rf"\bSet {name}=", f"Set {label} to ", message)
+        message = re.sub(rf"\b{name}=(\d+)", rf"{label} (\1)", message)
+        message = re.sub(rf"\b{name}\b", label, message)
+    return message
+
+
+def _label(name: str) -> str:
+    """Return what a slider is called, without its unit."""
+    return RANGES[name][0].split(" (")[0]
+
+
+def _compose(sizes: Sizes) -> ModelConfig:
+    """Return the model of these sizes; its complaints name fields."""
     base = PRESETS[str(sizes["base"])]
     chosen = {name: int(sizes[name]) for name in RANGES}
 
@@ -219,9 +248,8 @@ def doublings(preset: str) -> list[Row]:
     rows: list[Row] = []
     for name, size in base.items():
         after = _budgets(build({"base": preset, **base, name: 2 * size}))
-        label = RANGES[name][0].split(" (")[0]
         change = {what: round(after[what] / before[what], 2) for what in before}
-        rows.append({"twice the": label} | change)
+        rows.append({"twice the": _label(name)} | change)
     return rows
 
 

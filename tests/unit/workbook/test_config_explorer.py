@@ -1,5 +1,8 @@
 """The config explorer: presets, sliders, contradictions, and what it says."""
 
+import re
+from itertools import combinations
+
 import pytest
 from ipywidgets import HTML
 
@@ -70,12 +73,20 @@ def test_a_query_rank_of_zero_projects_directly():
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"n_activated_experts": 16, "n_routed_experts": 8}, "Set n_activated_exp"),
-        ({"n_layers": 1, "n_dense_layers": 2}, "Set n_dense_layers=1 or less."),
+        (
+            {"n_activated_experts": 16, "n_routed_experts": 8},
+            "“activated experts” must be at most “routed experts”; got 16 of 8. Set "
+            "“activated experts” to 8 or less.",
+        ),
+        (
+            {"n_layers": 1, "n_dense_layers": 2},
+            "“first dense layers” must lie between 0 and “layers” (1); got 2. Set "
+            "“first dense layers” to 1 or less.",
+        ),
     ],
 )
-def test_a_contradiction_names_the_rule_and_the_fix(change, says):
-    with pytest.raises(ValueError, match=says):
+def test_a_contradiction_names_the_rule_and_the_fix_by_the_sliders(change, says):
+    with pytest.raises(ValueError, match=f"^{re.escape(says)}$"):
         describe(V3 | change)
 
 
@@ -98,8 +109,18 @@ def test_all_sliders_at_their_ends_still_draw():
     fig = draw({"base": "v3-671b", **largest})
     fig.draw_without_rendering()
     right = fig.get_window_extent().x1
+    boxes = [text.get_window_extent() for text in fig.axes[0].texts]
+    lines = [line.get_window_extent() for line in fig.axes[0].lines]
 
-    assert all(text.get_window_extent().x1 < right for text in fig.axes[0].texts)
+    assert all(box.x1 < right for box in boxes)
+    assert not any(a.overlaps(b) for a, b in combinations(boxes, 2))
+    assert not any(box.overlaps(line) for box in boxes for line in lines)
+
+
+def test_the_figure_says_what_its_positions_mean():
+    texts = [text.get_text() for text in draw(V3).axes[0].texts]
+
+    assert texts[-1].startswith("Positions are logarithmic.")
 
 
 def test_the_explorer_shows_a_contradiction_and_keeps_the_figure(monkeypatch):
@@ -112,7 +133,7 @@ def test_the_explorer_shows_a_contradiction_and_keeps_the_figure(monkeypatch):
     before = image.value
     controls.sliders["n_routed_experts"].value = 1
 
-    assert "✗ ValueError: n_activated_experts must be at most" in status.value
+    assert "✗ “activated experts” must be at most “routed experts”" in status.value
     assert image.value == before
 
 
@@ -124,4 +145,8 @@ def test_doubling_the_routed_experts_moves_the_total_alone():
     assert rows["activated experts"]["total (×)"] == 1.0
     assert rows["KV rank"]["cache (×)"] == round((1024 + 64) / (512 + 64), 2)
     assert rows["heads"]["cache (×)"] == 1.0
+    assert rows["width"]["cache (×)"] == 1.0
+    assert rows["expert's width"]["cache (×)"] == 1.0
+    spends_all = [name for name, row in rows.items() if min([*row.values()][1:]) > 1]
+    assert spends_all == ["layers"]
     assert len(rows) == len(RANGES)

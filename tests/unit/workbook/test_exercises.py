@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from labkit.config import PRESETS
 from labkit.workbook.exercises import all_exercises, catalogue, exercises_of, grade
 from labkit.workbook.exercises.catalogue import modules
 from labkit.workbook.exercises.handle import solution_text
@@ -30,7 +31,7 @@ def test_the_solution_passes(exercise):
 
 @pytest.mark.parametrize("exercise", EXERCISES, ids=by_name)
 def test_an_untouched_stub_counts_as_not_attempted(exercise):
-    namespace = {}
+    namespace = {"PRESETS": PRESETS}
     exec(exercise.stub, namespace)
     answer = list(namespace.values())[-1]  # the last name that the cell binds
 

@@ -51,6 +51,23 @@ def test_the_chosen_are_diamonds_and_closed_groups_are_named():
     assert {"group 0", "closed"} <= set(texts(fig))
 
 
+def test_every_mark_of_the_router_is_whole_and_clear_of_the_groups_names():
+    scores = [0.0, *[0.5] * 254, 1.0]
+    choice = Choice(scores=scores, chosen=[255], open_groups=[3], n_groups=4)
+    fig = routing(choice, title="t", watched=(0, 0.0))
+    fig.draw_without_rendering()
+    axes = fig.axes[0]
+    frame = axes.get_window_extent()
+    marks = [  # a marker of 7 points is 10 pixels wide
+        axes.transData.transform(point) for point in ((0, 0.0), (255, 1.0))
+    ]
+    names = [text.get_window_extent() for text in axes.texts if text.get_text()]
+
+    assert all(frame.x0 + 5 < x < frame.x1 - 5 for x, _ in marks)
+    assert all(y > frame.y0 + 5 for _, y in marks)
+    assert marks[1][1] + 5 < min(name.y0 for name in names)
+
+
 def test_each_model_has_its_values_beside_its_marks():
     fig = landscape([model("yours", 4.0), model("V3", 671.0)], title="two models")
     shown = texts(fig)

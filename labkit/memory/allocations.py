@@ -6,7 +6,7 @@ where nothing is really allocated.
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -71,15 +71,16 @@ class AllocationCount(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401, operators return anything
         kwargs = kwargs or {}
-        inputs = list(_tensors((args, kwargs)))
+        inputs = _tensors((*args, *kwargs.values()))
         before = {_address(tensor.untyped_storage()) for tensor in inputs}
+        n_before = self.n_allocations
         out = func(*args, **kwargs)
-        outputs = list(_tensors(out))
+        outputs = _tensors(out if isinstance(out, tuple | list) else (out,))
         for tensor in outputs:
             storage = tensor.untyped_storage()
             if _address(storage) not in before and _address(storage) not in self._known:
                 self._note(storage)
-        self._after(func, inputs, outputs)
+        self._after(func, inputs, outputs, n_before)
         return out
 
     def _after(
@@ -87,8 +88,12 @@ class AllocationCount(TorchDispatchMode):
         func: Callable[..., Any],
         inputs: Sequence[Shaped[Tensor, "..."]],
         outputs: Sequence[Shaped[Tensor, "..."]],
+        n_before: int,
     ) -> None:
-        """Be told of an operator that has run; for those that want to know more."""
+        """Be told of an operator that has run; for those that want to know more.
+
+        Storages that it made have numbers above `n_before`.
+        """
 
     def number_of(self, tensor: Shaped[Tensor, "..."]) -> int | None:
         """Return the number of the storage that a tensor views; None if not counted.
@@ -143,15 +148,15 @@ class AllocationCount(TorchDispatchMode):
         self.live_bytes -= n_bytes
 
 
-def _tensors(tree: object) -> Iterator[Shaped[Tensor, "..."]]:
-    """Yield an operator's tensors, which lie in it or in its lists."""
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, tuple | list):
-        for item in tree:
-            yield from _tensors(item)
-    elif isinstance(tree, dict):
-        yield from _tensors(tuple(tree.values()))
+def _tensors(values: Sequence[object]) -> list[Shaped[Tensor, "..."]]:
+    """Return an operator's tensors, which stand alone or in a list."""
+    tensors = []
+    for value in values:
+        if isinstance(value, Tensor):
+            tensors.append(value)
+        elif isinstance(value, tuple | list):
+            tensors += [item for item in value if isinstance(item, Tensor)]
+    return tensors
 
 
 def _address(storage: torch.UntypedStorage) -> int:

@@ -116,7 +116,6 @@ class _StepWatch(AllocationCount):
         self.casts: set[int] = set()
         self.passing: dict[int, str] = {}
         """Storages of the parts that come and go: logits, dispatch, communication."""
-        self._n_before = 0
         self._take([*self.parameters, *model.buffers()], "weights")
         self._take([p.grad for p in self.parameters if p.grad is not None], "gradients")
 
@@ -206,7 +205,6 @@ class _StepWatch(AllocationCount):
             self._enter(BACKWARD)
         elif self.phases[-1].name == BACKWARD:
             self._enter(AFTER_BACKWARD)
-        self._n_before = self.n_allocations
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _after(
@@ -214,18 +212,19 @@ class _StepWatch(AllocationCount):
         func: torch._ops.OpOverload,
         inputs: Sequence[Shaped[Tensor, "..."]],
         outputs: Sequence[Shaped[Tensor, "..."]],
+        n_before: int,
     ) -> None:
         if func is torch.ops.aten.lift_fresh.default:
             self.adopt(inputs[0])  # of `torch.tensor`, which made it unseen
         if func.namespace in _COLLECTIVES:
             for tensor in (*inputs, *outputs):
                 self.passing[self.number_of(tensor) or 0] = "communication"
-        if self.n_allocations == self._n_before:
+        if self.n_allocations == n_before:
             return
         sources = {self.number_of(tensor) or 0: tensor.numel() for tensor in inputs}
         for tensor in outputs:
             number = self.number_of(tensor) or 0
-            if number > self._n_before:
+            if number > n_before:
                 self._note_new(func, sources, number, tensor.numel())
 
     def _note_new(

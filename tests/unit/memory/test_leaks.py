@@ -1,0 +1,393 @@
+"""Planted leaks are found and named; clean runs, also untidy ones, are not accused."""
+
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+
+import jaxtyping
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from labkit.config import PRESETS, GQAConfig, MLAConfig, ModelConfig, MoEConfig
+from labkit.memory.leaks import LeakReport, LeakWatch
+from labkit.model import LatentCache, Transformer, generate
+
+N_STEPS = 9
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def model():
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+
+
+def watch(model: nn.Module, step: Callable[[], object]) -> LeakReport:
+    with LeakWatch(model) as leak_watch:
+        for _ in range(N_STEPS):
+            step()
+            leak_watch.end_step()
+    return leak_watch.report()
+
+
+def only(report: LeakReport) -> tuple[str, str, int]:
+    assert len(report.leaks) == 1, str(report)
+    leak = report.leaks[0]
+    return leak.cause, leak.holder, leak.bytes_per_step
+
+
+def test_a_loss_kept_with_its_graph(model):
+    losses = []
+
+    def step() -> None:
+        losses.append(model(torch.ones(2, 8)).sum())
+
+    report = watch(model, step)
+
+    # The loss, the batch, the hidden layer after its tanh: 1 + 2·8 + 2·16 values.
+    name = "`losses` in test_a_loss_kept_with_its_graph()"
+    assert only(report) == ("graph", name, 4 * (1 + 16 + 32))
+    assert report.bytes_per_step == 4 * (1 + 16 + 32)
+    assert "Keep the number, loss.item()" in str(report)
+
+
+def test_a_sum_of_losses_that_carries_every_graph(model):
+    class Meter:
+        total = 0.0
+
+    meter = Meter()
+
+    def step() -> None:
+        meter.total = meter.total + model(torch.ones(2, 8)).sum()
+
+    assert only(watch(model, step))[:2] == ("graph", "`total` of Meter")
+
+
+def test_a_hook_registered_at_every_step(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step() -> None:
+        model[1].register_forward_hook(lambda module, args, out: None)
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    report = watch(model, step)
+
+    assert only(report) == ("hook", "forward hooks of `1`", 0)
+    assert report.leaks[0].grown == "1 hooks"
+
+
+def test_a_hook_that_captures_a_tensor(model):
+    def step() -> None:
+        scale = torch.ones(64)
+        model[0].weight.register_hook(lambda gradient: gradient * scale.mean())
+
+    assert only(watch(model, step)) == ("hook", "backward hooks of `0.weight`", 256)
+
+
+class Cache:
+    """Keys of the tokens so far."""
+
+    def __init__(self) -> None:
+        self.keys = torch.zeros(2, 0, 4)
+
+    def append(self, new: torch.Tensor) -> None:
+        self.keys = torch.cat((self.keys, new), dim=1)
+
+    def update(self, new: torch.Tensor, positions: torch.Tensor) -> None:
+        missing = int(positions.max()) + 1 - self.keys.shape[1]
+        if missing > 0:
+            self.keys = F.pad(self.keys, (0, 0, 0, missing))
+        self.keys[:, positions] = new
+
+    def update_slice(self, new: torch.Tensor, start: int) -> None:
+        grown = self.keys.new_zeros(2, max(start + 3, self.keys.shape[1]), 4)
+        grown[:, : self.keys.shape[1]] = self.keys
+        grown[:, start : start + 3] = new
+        self.keys = grown
+
+
+def test_a_cache_that_concatenates(model):
+    cache = Cache()
+    report = watch(model, lambda: cache.append(torch.ones(2, 3, 4)))
+
+    assert only(report) == ("concatenation", "`keys` of Cache", 4 * 2 * 3 * 4)
+    assert report.leaks[0].grown == "now (2, 27, 4) float32"
+
+
+def test_caches_of_many_layers_are_one_leak(model):
+    caches = [Cache(), Cache()]
+
+    def step() -> None:
+        for cache in caches:
+            cache.append(torch.ones(2, 3, 4))
+
+    name = "`keys` of Cache, in `caches` in test_caches_of_many_layers_are_one_leak()"
+    assert only(watch(model, step)) == ("concatenation", name, 2 * 4 * 2 * 3 * 4)
+
+
+def test_a_cache_that_keeps_graphs_is_one_leak(model):
+    cache = Cache()
+
+    def step() -> None:
+        cache.append(model[2](model[0](torch.ones(2, 3, 8))))
+
+    assert only(watch(model, step))[:2] == ("graph", "`keys` of Cache")
+
+
+def test_a_cache_that_concatenates_by_hand(model):
+    cache = Cache()
+
+    def step() -> None:
+        cache.update_slice(torch.ones(2, 3, 4), cache.keys.shape[1])
+
+    assert only(watch(model, step))[:2] == ("concatenation", "`keys` of Cache")
+
+
+def test_a_cache_written_always_at_its_end(model):
+    cache = Cache()
+
+    def step() -> None:
+        start = cache.keys.shape[1]  # of the last batch, whose positions began at 0
+        cache.update(torch.ones(2, 3, 4), torch.arange(start, start + 3))
+
+    report = watch(model, step)
+
+    assert only(report) == ("positions", "`keys` of Cache", 4 * 2 * 3 * 4)
+    assert "Start the positions of each batch at 0" in str(report)
+
+
+def test_the_same_cache_written_from_position_0_is_clean(model):
+    cache = Cache()
+    step = lambda: cache.update(torch.ones(2, 3, 4), torch.arange(3))  # noqa: E731
+
+    assert str(watch(model, step)) == "no leak in 9 steps"
+
+
+def test_a_list_of_metrics_that_are_tensors(model):
+    class Monitor:
+        def __init__(self) -> None:
+            self.history = []
+
+    monitor = Monitor()
+
+    def step() -> None:
+        monitor.history.append({"loss": model(torch.ones(2, 8)).mean().detach()})
+
+    assert only(watch(model, step)) == ("container", "`history` of Monitor", 4)
+
+
+def test_a_dictionary_by_step_in_the_model(model):
+    model.seen = {}
+
+    def step() -> None:
+        model.seen[len(model.seen)] = torch.tensor([1.0, 2.0])
+
+    assert only(watch(model, step)) == (
+        "container",
+        "`seen` of the model (Sequential)",
+        8,
+    )
+
+
+def test_closures_that_keep_a_tensor(model):
+    callbacks = []
+
+    def step() -> None:
+        with torch.no_grad():
+            hidden = model[0](torch.ones(2, 8))
+        callbacks.append(lambda: hidden.mean().item())
+
+    cause, holder, n_bytes = only(watch(model, step))
+
+    assert (cause, n_bytes) == ("closure", 4 * 2 * 16)
+    assert holder == "`callbacks` in test_closures_that_keep_a_tensor()"
+
+
+def test_two_leaks_are_two_and_the_larger_comes_first(model):
+    small, large = [], []
+
+    def step() -> None:
+        small.append(torch.zeros(4))
+        large.append(torch.zeros(64))
+
+    report = watch(model, step)
+
+    assert [leak.bytes_per_step for leak in report.leaks] == [256, 16]
+    assert [leak.holder.split()[0] for leak in report.leaks] == ["`large`", "`small`"]
+    assert report.bytes_per_step == 272
+    # All but the memory of the list that was there is counted, step by step.
+    assert report.live_bytes == tuple(272 * (step + 1) for step in range(N_STEPS))
+
+
+def test_every_second_step_is_often_enough(model):
+    snapshots = []
+
+    def step() -> None:
+        step.n += 1
+        if step.n % 2 == 0:
+            snapshots.append(model[0].weight.detach().clone())
+
+    step.n = 0
+
+    assert only(watch(model, step))[0] == "container"
+
+
+def test_a_collection_with_a_length_is_no_leak(model):
+    recent = deque(maxlen=100)
+
+    assert watch(model, lambda: recent.append(torch.zeros(4))).leaks == ()
+
+
+def test_state_made_late_for_each_parameter_is_no_leak():
+    experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(N_STEPS))
+    optimizer = torch.optim.AdamW(experts.parameters())
+    chosen = iter(experts)
+
+    def step() -> None:
+        next(chosen)(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        # Gradients stay: there is at most one for each parameter.
+        optimizer.zero_grad(set_to_none=False)
+
+    assert watch(experts, step).leaks == ()
+
+
+def test_a_cache_that_has_filled_up_is_no_leak(model):
+    cache = {}
+
+    def step() -> None:
+        step.n += 1
+        if step.n <= 5:
+            cache[step.n] = torch.zeros(4)
+
+    step.n = 0
+
+    assert watch(model, step).leaks == ()
+
+
+def test_too_few_steps_are_refused(model):
+    leak_watch = LeakWatch(model)
+    leak_watch.end_step()
+
+    with pytest.raises(ValueError, match="a leak shows after at least 8 steps, 2 of"):
+        leak_watch.report()
+
+
+def drawn_config(draw: random.Random) -> ModelConfig:
+    mla = MLAConfig(
+        n_heads=2,
+        kv_lora_rank=8,
+        qk_nope_head_dim=4,
+        qk_rope_head_dim=4,
+        v_head_dim=4,
+    )
+    moe = MoEConfig(n_routed_experts=4, n_activated_experts=2, moe_inter_dim=8)
+    n_layers, is_dense = draw.choice([1, 2]), draw.random() < 0.5
+    return replace(
+        PRESETS["tiny"],
+        dim=16,
+        n_layers=n_layers,
+        n_dense_layers=n_layers if is_dense else 0,
+        inter_dim=16,
+        attention=draw.choice([mla, GQAConfig(n_heads=2, n_kv_heads=1, head_dim=8)]),
+        moe=None if is_dense else moe,
+        mtp=draw.choice([None, PRESETS["tiny"].mtp]),
+    )
+
+
+class CleanRun:
+    """A training loop with habits that keep memory, but never more and more."""
+
+    HABITS = ("last", "window", "best", "average", "generate", "two", "mixed", "filled")
+
+    def __init__(self, seed: int) -> None:
+        self.draw = draw = random.Random(seed)
+        self.cfg = drawn_config(draw)
+        self.model = Transformer(
+            self.cfg, generator=torch.Generator().manual_seed(seed)
+        )
+        weights = list(self.model.parameters())
+        adamw = torch.optim.AdamW(weights, fused=True)
+        sgd = torch.optim.SGD(weights, lr=0.1, momentum=0.9)
+        self.optimizer = draw.choice([adamw, sgd])
+        self.habits = {habit for habit in self.HABITS if draw.random() < 0.4}
+        self.losses, self.recent, self.kept = [], deque(maxlen=4), {}
+
+    def step(self) -> None:
+        is_mixed = "mixed" in self.habits
+        for _ in range(2 if "two" in self.habits else 1):
+            shape = self.draw.choice([1, 2]), self.draw.randint(4, 12)
+            tokens = torch.randint(256, shape)
+            with torch.autocast("cpu", torch.bfloat16, enabled=is_mixed):
+                parts = self.model.loss(tokens, tokens)
+            parts.total.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none="filled" not in self.habits)
+        self.losses.append(parts.total.item())
+        if "last" in self.habits:
+            self.kept["last"] = parts
+        if "window" in self.habits:
+            self.recent.append(parts.load)
+        self.keep_weights()
+        if "generate" in self.habits and len(self.losses) % 3 == 0:
+            cache = LatentCache(self.cfg, 1, 16)
+            generate(self.model, torch.zeros(1, 3, dtype=torch.int64), 3, cache=cache)
+
+    def keep_weights(self) -> None:
+        if "best" in self.habits and self.losses[-1] == min(self.losses):
+            state = self.model.state_dict()
+            self.kept["best"] = {name: value.clone() for name, value in state.items()}
+        if "average" in self.habits:
+            weight = self.model.head.weight.detach()
+            average = self.kept.get("average", weight)
+            self.kept["average"] = average.lerp(weight, 0.1)
+
+
+@pytest.fixture
+def no_shape_checks():
+    """Run without them what would take minutes with them."""
+    before = jaxtyping.config.jaxtyping_disable
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", before)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("no_shape_checks")
+def test_a_hundred_clean_runs_are_not_accused():
+    accused = {}
+    for seed in range(100):
+        run = CleanRun(seed)
+        report = watch(run.model, run.step)
+        if report.leaks:
+            accused[seed] = str(report)
+
+    assert accused == {}
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.usefixtures("no_shape_checks")
+def test_the_same_runs_with_a_leak_are_accused(seed):
+    run, kept = CleanRun(seed), []
+
+    def step() -> None:
+        run.step()
+        kept.append(run.model.embed(torch.zeros(1, 2, dtype=torch.int64)))
+
+    report = watch(run.model, step)
+
+    assert [leak.holder for leak in report.leaks] == [
+        "`kept` in test_the_same_runs_with_a_leak_are_accused()"
+    ]

@@ -21,6 +21,23 @@ def is_untouched(answer: object, stub: str) -> bool:
     )
 
 
+def is_left_open(answer: object, error: BaseException | None) -> bool:
+    """Return whether an answer ends at a `raise NotImplementedError` of its own.
+
+    PyTorch raises the same error, for a tensor of a dtype that it does not take:
+    inside a function of its own, or within a call in the answer's last frame.
+    """
+    code = code_of(answer)
+    if not isinstance(error, NotImplementedError) or code is None:
+        return False
+    last = error.__traceback__
+    while last.tb_next is not None:
+        last = last.tb_next
+    where = last.tb_frame.f_code
+    is_raise = dis.opname[where.co_code[last.tb_lasti]] == "RAISE_VARARGS"
+    return is_raise and where.co_filename == code.co_filename
+
+
 def code_of(answer: object) -> CodeType | None:
     """Return the code of a function written in Python, else None."""
     if not callable(answer):

@@ -5,7 +5,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from labkit.workbook.exercises.attempt import is_untouched
+from labkit.workbook.exercises.attempt import is_left_open, is_untouched
 from labkit.workbook.exercises.compare import Plain, brief, is_number, plain, same
 from labkit.workbook.exercises.complaint import complain, wrong_kind
 from labkit.workbook.exercises.sandbox import Ended, run_within
@@ -53,7 +53,7 @@ def _grade(exercise: Exercise, answer: object) -> Verdict:
     ends: list[Ended] = []
     for case in exercise.cases:
         ends.append(_look(case, answer, exercise.seconds))
-        if isinstance(ends[-1].error, NotImplementedError):
+        if is_left_open(answer, ends[-1].error):
             return Verdict(mark="○", line=NOT_ATTEMPTED)
         if ends[-1].is_late:
             break  # once is enough to wait

@@ -99,6 +99,34 @@ def test_an_error_is_one_line_with_the_learners_own_line():
     )
 
 
+def softened(x):
+    return torch.softmax(torch.arange(x), dim=0)
+
+
+def unstored(x):
+    return torch.empty(x, device="meta").tolist()
+
+
+def unwritten(x):
+    return torch.nn.Module()(x)
+
+
+@pytest.mark.parametrize("answer", [softened, unstored, unwritten])
+def test_pytorch_raising_not_implemented_is_an_error_of_the_answer(answer):
+    verdict = grade(make(), answer)
+    number = answer.__code__.co_firstlineno + 1
+    assert verdict.line.startswith("✗ for x=3: NotImplementedError: ")
+    assert verdict.line.endswith(f", in line {number} of your cell")
+
+
+def test_an_answer_that_is_left_open_after_some_work_is_not_attempted():
+    def begun(x):
+        doubled = x + torch.ones(1)
+        raise NotImplementedError(f"what now, with {doubled}?")
+
+    assert grade(make(), begun).line == "○ not attempted"
+
+
 def test_an_error_of_many_lines_stays_one_short_line():
     def loud(x):
         raise ValueError("a\nb" * 500)

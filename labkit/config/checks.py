@@ -27,7 +27,7 @@ def require_whole(values: Mapping[str, object], *, at_least: int = 1) -> None:
 def require_above(values: Mapping[str, object], bound: float) -> None:
     """Raise ValueError unless every value is a finite number above `bound`."""
     for name, value in values.items():
-        if not _is_finite(value) or value <= bound:
+        if not is_finite(value) or value <= bound:
             raise ValueError(
                 f"{name} must be above {bound} and finite; got {value!r}. "
                 f"Set {name} to a number above {bound}."
@@ -37,7 +37,7 @@ def require_above(values: Mapping[str, object], bound: float) -> None:
 def require_at_least(values: Mapping[str, object], bound: float) -> None:
     """Raise ValueError unless every value is a finite number of at least `bound`."""
     for name, value in values.items():
-        if not _is_finite(value) or value < bound:
+        if not is_finite(value) or value < bound:
             raise ValueError(
                 f"{name} must be at least {bound} and finite; got {value!r}. "
                 f"Set {name} to {bound} or more."
@@ -47,7 +47,7 @@ def require_at_least(values: Mapping[str, object], bound: float) -> None:
 def require_fraction(values: Mapping[str, object]) -> None:
     """Raise ValueError unless every value is a number in [0, 1)."""
     for name, value in values.items():
-        if not _is_finite(value) or not 0 <= value < 1:
+        if not is_finite(value) or not 0 <= value < 1:
             raise ValueError(
                 f"{name} must be at least 0 and below 1; got {value!r}. "
                 f"Set {name} to a number in [0, 1)."
@@ -88,7 +88,7 @@ def require_instance(
             )
 
 
-def _is_finite(value: object) -> bool:
+def is_finite(value: object) -> bool:
     """Whether `value` is a number that a float can hold."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False

@@ -99,14 +99,15 @@ def read_hf(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
 def _contents(source: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
     if isinstance(source, Mapping):
         return source
-    if not isinstance(source, str | os.PathLike):
+    if source == "" or not isinstance(source, str | os.PathLike):
         raise ValueError(
             "config must be a config.json, a folder that holds one, or its contents; "
             f"got {source!r}. Give the path of the downloaded model."
         )
     path = Path(source)
-    path = path / "config.json" if path.is_dir() else path
-    if not path.is_file():
+    # Unlike the methods of Path, these say no of a name too long for the system.
+    path = path / "config.json" if os.path.isdir(path) else path
+    if not os.path.isfile(path):
         raise ValueError(
             f"config must be a config.json or a folder that holds one; found none at "
             f"{path}. Give the path of the downloaded model."

@@ -6,6 +6,7 @@ the model keeps them, so that loading takes the memory of the model and of one t
 
 import json
 import logging
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +32,7 @@ from labkit.model.checkpoint_fp8 import (
     quantize_blocks,
 )
 from labkit.model.checkpoint_names import Place, is_beyond, places, shared_copies
+from labkit.model.checks import require_weight_dtype
 from labkit.model.transformer import Transformer
 
 logger = logging.getLogger(__name__)
@@ -58,9 +60,11 @@ def load_hf(
 
     Raises:
         ValueError: the files are no safetensors, are damaged or missing, or hold
-            other tensors than the config asks for: those are named.
+            other tensors than the config asks for: those are named; or a dtype that
+            weights are not computed in.
     """
-    if folder == "" or not Path(folder).is_dir():
+    require_weight_dtype(dtype)
+    if folder == "" or not os.path.isdir(folder):
         raise ValueError(
             "a checkpoint is a folder of config.json and safetensors files; "
             f"{folder or 'an empty name'} is none. "
@@ -156,16 +160,38 @@ def save_hf(
         max_shard_bytes: where to begin another file; one tensor may exceed it.
 
     Raises:
-        ValueError: the format cannot express the model.
+        ValueError: the format cannot express the model, it has no weights, or the
+            folder has no name.
         OSError: the files could not be written; what was there before is intact.
     """
     require_whole({"max_shard_bytes": max_shard_bytes})
+    _check_destination(folder)
+    _check_weights(model)
     dtype = torch.bfloat16 if fp8 else model.embed.weight.dtype
     config = model.cfg.to_hf() | {"dtype": str(dtype).removeprefix("torch.")}
     if fp8:
         config["quantization_config"] = QUANTIZATION
     tensors = _published_tensors(model, fp8=fp8)
     write_folder(Path(folder), config, tensors, max_shard_bytes=max_shard_bytes)
+
+
+def _check_destination(folder: str | Path) -> None:
+    if folder == "":
+        raise ValueError(
+            "a checkpoint is written to a folder; got an empty name. "
+            'Give the name of one, or "." for the current folder.'
+        )
+
+
+def _check_weights(model: Transformer) -> None:
+    parameters = list(model.parameters())
+    n_absent = sum(parameter.is_meta for parameter in parameters)
+    if n_absent:
+        raise ValueError(
+            f"a model must hold weights to be saved; {n_absent} of {len(parameters)} "
+            "parameters are on the meta device, which keeps shapes alone. Build the "
+            'model with device="cpu", or load it.'
+        )
 
 
 @torch.no_grad()

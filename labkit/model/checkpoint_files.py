@@ -139,7 +139,11 @@ def write_folder(
     Raises:
         OSError: they could not be written, for want of space or permission.
     """
-    staging, is_new, is_complete = folder / ".partial", not folder.exists(), False
+    staging, is_new, is_complete = (
+        folder / ".partial",
+        not os.path.exists(folder),
+        False,
+    )
     try:
         shutil.rmtree(staging, ignore_errors=True)  # left by a killed process
         staging.mkdir(parents=True)

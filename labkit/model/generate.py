@@ -9,9 +9,9 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from labkit.config.checks import require_whole
+from labkit.config.checks import require_flag, require_instance, require_whole
 from labkit.model.cache import LatentCache
-from labkit.model.checks import as_whole, require_tokens
+from labkit.model.checks import as_whole, require_tokens, require_vocabulary
 from labkit.model.decoder import Decoder
 from labkit.model.sampling import Sampler
 from labkit.model.speculative import Speculator
@@ -88,9 +88,10 @@ def generate(
         ValueError: an argument out of its range, a cache without room or of another
             model, or logits that are not finite.
     """
+    _check_options(options)
     sampler = Sampler(temperature, options.get("top_p", 1.0), options.get("generator"))
     require_whole({"max_new_tokens": max_new_tokens})
-    _check_options(options)
+    require_instance({"cache": cache}, LatentCache, optional=True)
     stop = options.get("stop")
     _check_vocabulary(model, tokens, stop)
     lengths = _prompt_lengths(tokens, options.get("lengths"))
@@ -142,12 +143,15 @@ def _prompt_lengths(
     tokens: Int[Tensor, "b s"], lengths: Sequence[int] | None
 ) -> Int[Tensor, "b"]:
     batch, longest = tokens.shape
-    given = [longest] * batch if lengths is None else list(lengths)
+    try:
+        given = [longest] * batch if lengths is None else list(lengths)
+    except TypeError:  # one number for all, say
+        given = []
     whole = list(map(as_whole, given))
     if len(whole) != batch or not all(n and 1 <= n <= longest for n in whole):
         raise ValueError(
             f"lengths must give each of {batch} prompts 1 to {longest} tokens; got "
-            f"{given}. Pad prompts on the right and count without padding."
+            f"{lengths!r}. Pad prompts on the right and count without padding."
         )
     return torch.tensor(whole, device=tokens.device)
 
@@ -157,15 +161,8 @@ def _check_vocabulary(
 ) -> None:
     """Raise ValueError unless all tokens are the model's: values are read once."""
     require_tokens(tokens)
-    last = model.cfg.vocab_size - 1
-    lowest, highest = (int(end) for end in tokens.aminmax())
-    if lowest < 0 or highest > last:
-        raise ValueError(
-            f"tokens must lie between 0 and {last}, padding too; got "
-            f"{lowest if lowest < 0 else highest}. Encode the text for this model's "
-            f"vocabulary of {last + 1}."
-        )
-    whole = as_whole(stop)
+    require_vocabulary(tokens, model.cfg.vocab_size)
+    whole, last = as_whole(stop), model.cfg.vocab_size - 1
     if stop is not None and (whole is None or not 0 <= whole <= last):
         raise ValueError(
             f"stop must be a token, 0 to {last}; got {stop!r}. "
@@ -213,6 +210,7 @@ def _check_options(options: Options) -> None:
             f"options must be among {', '.join(Options.__annotations__)}; got "
             f"{', '.join(unknown)}. Correct the name."
         )
+    require_flag({"speculative": options.get("speculative", False)})
 
 
 def _check_modules(model: Transformer, lengths: Int[Tensor, "b"]) -> None:

@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from labkit.config.checks import is_finite, require_instance
+
 LEAST_TEMPERATURE = 1e-4
 """Least above 0: already as good as greedy, and far from the end of FP32's range."""
 
@@ -25,18 +27,19 @@ class Sampler:
     generator: torch.Generator | None = None
 
     def __post_init__(self) -> None:
-        is_sampling = LEAST_TEMPERATURE <= self.temperature < math.inf
-        if not (is_sampling or self.temperature == 0):
+        heat, mass = self.temperature, self.top_p
+        if not is_finite(heat) or not (heat == 0 or heat >= LEAST_TEMPERATURE):
             raise ValueError(
                 f"temperature must be 0 (greedy) or at least {LEAST_TEMPERATURE}, and "
-                f"finite; got {self.temperature}. "
+                f"finite; got {heat!r}. "
                 "Set temperature=1.0 to sample from the model as it is."
             )
-        if not 0 < self.top_p <= 1:
+        if not is_finite(mass) or not 0 < mass <= 1:
             raise ValueError(
-                f"top_p must be above 0 and at most 1; got {self.top_p}. "
+                f"top_p must be above 0 and at most 1; got {mass!r}. "
                 "Set top_p=1.0 to sample from all tokens."
             )
+        require_instance({"generator": self.generator}, torch.Generator, optional=True)
 
     def choose(self, logits: Float[Tensor, "b v"]) -> Int[Tensor, "b"]:
         """Return one token per row.

@@ -11,15 +11,20 @@ from labkit.config import ModelConfig
 from labkit.config.checks import require_at_least, require_whole
 from labkit.model.attention import LayerCache, build_attention
 from labkit.model.cache import LatentCache
-from labkit.model.checks import require_positions, require_tokens
+from labkit.model.checks import (
+    IGNORED,
+    require_positions,
+    require_target_vocabulary,
+    require_targets,
+    require_tokens,
+    require_vocabulary,
+    require_weight_dtype,
+)
 from labkit.model.linear import Linear
 from labkit.model.mlp import MLP
 from labkit.model.moe import MoE, Router, Routing, balance_loss, expert_load
 from labkit.model.norm import RMSNorm
 from labkit.model.rope import rope_amplitude, rope_frequencies, rotations
-
-IGNORED = -100
-"""Target of a position that has none, as in PyTorch's cross-entropy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +105,9 @@ class Transformer(nn.Module):
         device: where parameters are made; "meta" makes shapes without storage.
         dtype: dtype of parameters; router biases stay FP32.
         generator: source of the initial weights; None uses PyTorch's global one.
+
+    Raises:
+        ValueError: a dtype that weights are not computed in.
     """
 
     def __init__(
@@ -111,6 +119,7 @@ class Transformer(nn.Module):
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
+        require_weight_dtype(dtype)
         self.cfg = cfg
         # No buffer: casting the model to BF16 must not round the frequencies.
         self._frequencies = rope_frequencies(cfg)
@@ -147,7 +156,8 @@ class Transformer(nn.Module):
 
         Raises:
             ValueError: no sequence or no token, more than `cfg.max_seq_len` positions,
-                or a cache that is full or another model's.
+                a cache that is full or another model's, or, on a CPU, a token outside
+                the vocabulary. (A GPU stops at one without a sentence.)
         """
         x, _ = self.hidden(tokens, cache)
         return self.head(self.norm(x))
@@ -165,7 +175,7 @@ class Transformer(nn.Module):
             window = cache.reserve(*tokens.shape)
             positions, end = window.positions, max(window.ends)
         require_positions(end, self.cfg)
-        x, turns, routings = self.embed(tokens), self.turns(positions), []
+        x, turns, routings = self._embedded(tokens), self.turns(positions), []
         for index, layer in enumerate(self.layers):
             x, routing = layer(
                 x, turns, None if window is None else window.layer(index)
@@ -194,16 +204,20 @@ class Transformer(nn.Module):
 
         Args:
             tokens: inputs.
-            targets: the token after each input; -100 where there is none.
+            targets: the token after each input; -100 where there is none. As for
+                tokens, the vocabulary's bounds are checked on a CPU.
             n_tokens: targets of the whole optimizer step, when this is one
                 micro-batch of it; losses then add up to the large batch's.
             n_sequences: sequences of the whole step, likewise.
             mtp_weight: lambda (equation 25), else the config's.
 
         Raises:
-            ValueError: a count below 1, a negative weight, or sequences that are not
-                longer than the MTP modules are many.
+            ValueError: targets unlike the tokens, a count below 1, a negative weight,
+                or sequences that are not longer than the MTP modules are many.
         """
+        require_tokens(tokens)
+        require_targets(targets, tokens.shape)
+        targets = targets.long()
         if n_tokens is None:
             # A tensor: nothing waits for the count, and on meta there is none.
             n_tokens = (targets != IGNORED).sum().clamp(min=1)
@@ -291,6 +305,14 @@ class Transformer(nn.Module):
             if router.bias is not None:
                 router.bias += rate * torch.sign(row.mean() - row)
 
+    def _embedded(self, tokens: Int[Tensor, "b s"]) -> Float[Tensor, "b s d"]:
+        """Return the embeddings; values are looked at only if the lookup failed."""
+        try:
+            return self.embed(tokens)
+        except IndexError:
+            require_vocabulary(tokens, self.cfg.vocab_size)
+            raise
+
     def _mtp_weight(self, weight: float | None) -> float:
         mtp = self.cfg.mtp
         if weight is not None:
@@ -318,9 +340,13 @@ def cross_entropy_sum(
     logits: Float[Tensor, "b s v"], targets: Int[Tensor, "b s"]
 ) -> Float[Tensor, ""]:
     """Return the cross-entropy summed over targets, in nats and FP32."""
-    return F.cross_entropy(
-        logits.flatten(0, 1).float(),
-        targets.flatten(),
-        ignore_index=IGNORED,
-        reduction="sum",
-    )
+    try:
+        return F.cross_entropy(
+            logits.flatten(0, 1).float(),
+            targets.flatten(),
+            ignore_index=IGNORED,
+            reduction="sum",
+        )
+    except IndexError:
+        require_target_vocabulary(targets, logits.shape[-1])
+        raise

@@ -253,6 +253,19 @@ def test_empty_contents_are_told_what_they_lack():
     assert error_of({}) == missing("vocab_size")
 
 
+def test_an_empty_name_is_not_the_current_folder(v3, tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text(json.dumps(v3))
+    monkeypatch.chdir(tmp_path)
+    assert error_of("") == (
+        "config must be a config.json, a folder that holds one, or its contents; got "
+        "''. Give the path of the downloaded model."
+    )
+
+
+def test_a_name_too_long_for_the_system_is_no_config():
+    assert f"found none at {'a' * 5000}. Give the path" in error_of("a" * 5000)
+
+
 def test_a_folder_without_a_config_is_named(tmp_path):
     assert error_of(tmp_path) == (
         "config must be a config.json or a folder that holds one; found none at "

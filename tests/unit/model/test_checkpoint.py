@@ -348,3 +348,10 @@ def test_a_limit_of_no_bytes_is_refused(tmp_path):
         ValueError, match="max_shard_bytes must be a whole number of at least 1; got 0"
     ):
         save_hf(random_model(), tmp_path, max_shard_bytes=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float8_e4m3fn])
+def test_a_model_is_not_loaded_in_a_dtype_that_nothing_computes_in(tmp_path, dtype):
+    save_hf(random_model(), tmp_path)
+    with pytest.raises(ValueError, match=f"dtype must be .* got {dtype}. Use one of"):
+        load_hf(tmp_path, dtype=dtype)

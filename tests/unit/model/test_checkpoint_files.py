@@ -209,6 +209,37 @@ def test_an_empty_name_is_not_the_current_folder(tmp_path, monkeypatch):
     )
 
 
+def test_nothing_is_saved_under_an_empty_name(tmp_path, monkeypatch):
+    save_hf(model_of(1), tmp_path)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError) as error:
+        save_hf(model_of(2), "")
+    assert str(error.value) == (
+        "a checkpoint is written to a folder; got an empty name. "
+        'Give the name of one, or "." for the current folder.'
+    )
+    assert value_in(tmp_path) == 1
+
+
+def test_a_name_too_long_for_the_system_is_no_folder():
+    with pytest.raises(ValueError, match="aaa is none. Give the folder"):
+        load_hf("a" * 5000)
+    with pytest.raises(OSError, match="weights not written to aaa"):
+        save_hf(model_of(1), "a" * 5000)
+
+
+def test_a_model_without_weights_is_not_saved(tmp_path):
+    with pytest.raises(ValueError) as error:
+        save_hf(model_of(1).to("meta"), tmp_path / "new")
+    n = len(list(model_of(1).parameters()))
+    assert str(error.value) == (
+        f"a model must hold weights to be saved; {n} of {n} parameters are on the meta "
+        'device, which keeps shapes alone. Build the model with device="cpu", or load '
+        "it."
+    )
+    assert not (tmp_path / "new").exists()
+
+
 def test_shards_that_the_index_names_but_the_folder_lacks_are_named(tmp_path):
     save_hf(model_of(1), tmp_path, max_shard_bytes=1500)
     (tmp_path / "model-00002-of-00004.safetensors").unlink()

@@ -231,6 +231,28 @@ def test_bad_arguments_are_refused_with_their_remedy(options, expected):
     assert str(caught.value) == expected
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "rule"),
+    [
+        ("temperature", "hot", "be 0 (greedy) or at least 0.0001, and finite"),
+        ("temperature", None, "be 0 (greedy) or at least 0.0001, and finite"),
+        ("temperature", True, "be 0 (greedy) or at least 0.0001, and finite"),
+        ("top_p", "half", "be above 0 and at most 1"),
+        ("top_p", True, "be above 0 and at most 1"),
+        ("lengths", 5, "give each of 2 prompts 1 to 4 tokens"),
+        ("lengths", [True, 4], "give each of 2 prompts 1 to 4 tokens"),
+        ("stop", True, "be a token, 0 to 255"),
+        ("cache", 3, "be of type LatentCache or None"),
+        ("generator", 3, "be of type Generator or None"),
+        ("speculative", "no", "be True or False"),
+    ],
+)
+def test_arguments_of_another_type_are_refused(unchecked, name, value, rule):
+    with pytest.raises(ValueError) as caught:
+        generate(build(), prompts(2, 4), 3, **{name: value})
+    assert str(caught.value).startswith(f"{name} must {rule}; got {value!r}. ")
+
+
 @pytest.mark.parametrize("options", [{"stop": 1.5}, {"lengths": [2.0, 4]}])
 def test_parts_of_tokens_are_refused(unchecked, options):
     with pytest.raises(ValueError, match="must .* got .*1.5|must .* got .*2.0"):

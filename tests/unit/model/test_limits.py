@@ -84,3 +84,81 @@ def test_tokens_in_another_form_are_refused(unchecked, tokens, expected):
     assert refused(lambda: model(tokens)) == expected
     assert refused(lambda: generate(model, tokens, 2)) == expected
     assert refused(lambda: model.loss(tokens, tokens)) == expected
+
+
+def test_a_list_is_no_tensor_of_tokens(unchecked):
+    model, tokens = Transformer(SHORT), [[1, 2, 3]]
+    expected = (
+        "tokens must be a tensor of whole numbers; got a list. "
+        "Convert them with torch.tensor(tokens)."
+    )
+    assert refused(lambda: model(tokens)) == expected
+    assert refused(lambda: generate(model, tokens, 2)) == expected
+    assert refused(lambda: model.loss(tokens, tokens)) == expected
+
+
+@pytest.mark.parametrize("token", [-1, 256])
+def test_tokens_outside_the_vocabulary_are_named(token):
+    model, tokens = Transformer(SHORT), zeros(2, 3)
+    tokens[1, 1] = token
+    expected = (
+        f"tokens must lie between 0 and 255, padding too; got {token}. "
+        "Encode the text for this model's vocabulary of 256."
+    )
+    assert refused(lambda: model(tokens)) == expected
+    assert refused(lambda: model.loss(tokens, zeros(2, 3))) == expected
+
+
+@pytest.mark.parametrize(
+    ("targets", "expected"),
+    [
+        (
+            zeros(3, 2),
+            "targets must have the shape of tokens, one for each; got (3, 2) for "
+            "tokens of shape (2, 3). Take both from one sequence: its tokens but the "
+            "last, and its tokens but the first.",
+        ),
+        (
+            zeros(2, 3).float(),
+            "targets must be int64 or int32; got torch.float32. "
+            "Convert them with targets.long().",
+        ),
+        (
+            [[0, 0, 0]],
+            "targets must be a tensor of whole numbers; got a list. "
+            "Convert them with torch.tensor(targets).",
+        ),
+        (
+            torch.tensor([[0, -100, 256], [1, 2, 3]]),
+            "targets must lie between 0 and 255, or be -100 where none is; got 256. "
+            "Encode the text for this model's vocabulary of 256.",
+        ),
+        (
+            torch.tensor([[0, -100, -1], [1, 2, 3]]),
+            "targets must lie between 0 and 255, or be -100 where none is; got -1. "
+            "Encode the text for this model's vocabulary of 256.",
+        ),
+    ],
+    ids=["another shape", "floats", "a list", "too high", "too low"],
+)
+def test_targets_unlike_tokens_are_refused(unchecked, targets, expected):
+    model = Transformer(SHORT)
+    assert refused(lambda: model.loss(zeros(2, 3), targets)) == expected
+
+
+def test_targets_may_be_int32_as_tokens_may():
+    model, tokens = Transformer(SHORT), torch.randint(0, 256, (2, 6))
+    targets = tokens.roll(1, dims=1)
+    targets[0, 2] = -100
+    expected = model.loss(tokens, targets).total
+    assert torch.equal(model.loss(tokens.int(), targets.int()).total, expected)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.int8, torch.float8_e4m3fn, torch.complex64, torch.bool]
+)
+def test_weights_are_of_a_dtype_that_is_computed_in(dtype):
+    assert refused(lambda: Transformer(SHORT, dtype=dtype)) == (
+        f"dtype must be one that weights are computed in; got {dtype}. Use one of "
+        "torch.float32, torch.bfloat16, torch.float16, torch.float64."
+    )

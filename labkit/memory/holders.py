@@ -36,6 +36,12 @@ class Holder(NamedTuple):
     name: str
     """As in "`losses` in train()" or "`history` of Monitor"."""
 
+    within: str = ""
+    """The collection in which the owner of the attribute stands, if in one."""
+
+    owner: int = 0
+    """The id of the attribute's owner."""
+
     closure: str = ""
     """The captured variable on the way, as in "`out` of make.<locals>.call"."""
 
@@ -43,6 +49,11 @@ class Holder(NamedTuple):
     is_bounded: bool = False
     """Whether it lets go by itself: a deque with a length, or an optimizer's state,
     of which there is one for each parameter."""
+
+    @property
+    def text(self) -> str:
+        """The name, and the collection's."""
+        return f"{self.name}, in {self.within}" if self.within else self.name
 
 
 NOBODY = Holder("nobody who can be seen")
@@ -88,8 +99,8 @@ def find_holders(
         unseen = climber.look_above(unseen, pool)
         found = [climber.holder_of(x) for x in objects]
         n_last += all(holder is not None for holder in found)
-        # A named owner may itself stand in a collection: that is one level up.
-        if n_last > 1 or not unseen:
+        # A named owner may itself stand in a collection: that has a name, two up.
+        if n_last > 2 or not unseen:
             break
     return [holder or NOBODY for holder in found]
 
@@ -185,13 +196,14 @@ class _Climber:
         if id(owner) in self.names:
             return Holder(f"`{attribute}` of {self.names[id(owner)]} ({kind})")
         is_state = isinstance(owner, Optimizer) and attribute == "state"
-        holder = Holder(f"`{attribute}` of {kind}", is_bounded=is_state)
+        within = ""
         for around in self.above.get(id(owner), ()):
             if isinstance(around, list | tuple | set | deque):
                 outer = self.name_place(around, owner)
-                if outer is not None:
-                    return outer._replace(name=f"{holder.name}, in {outer.name}")
-        return holder
+                within = within or (outer.name if outer else "")
+        return Holder(
+            f"`{attribute}` of {kind}", within, id(owner), is_bounded=is_state
+        )
 
     def _name_cell(self, cell: CellType) -> Holder | None:
         """Return the holder of a function that has captured a variable."""

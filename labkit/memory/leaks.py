@@ -182,10 +182,17 @@ class LeakWatch(BirthCount):
     def _leaks_by_survivors(self, survivors: Sequence[Survivor]) -> list[Leak]:
         """Return the holders that have kept something of step after step."""
         last = self.n_steps - 1
+        held = [survivor for survivor in survivors if not survivor.holder.is_bounded]
+        owners: dict[str, set[int]] = defaultdict(set)
+        for survivor in held:
+            owners[survivor.holder.text].add(survivor.holder.owner)
         by_name: dict[str, list[Survivor]] = defaultdict(list)
-        for survivor in survivors:
-            if not survivor.holder.is_bounded:
-                by_name[survivor.holder.name].append(survivor)
+        for survivor in held:
+            holder = survivor.holder
+            # Where each step adds an owner, it is their collection that grows.
+            is_many = len(owners[holder.text]) >= LAST_STEPS
+            name = holder.within if is_many and holder.within else holder.text
+            by_name[name].append(survivor)
         leaks = []
         for name, survivors in by_name.items():
             steps = {survivor.birth.step for survivor in survivors}
@@ -217,7 +224,7 @@ class LeakWatch(BirthCount):
             held, find_holders(held, self.model, pool), strict=True
         ):
             if holder is not NOBODY:
-                by_name[holder.name].append(grown[self.number_of(tensor)])
+                by_name[holder.text].append(grown[self.number_of(tensor)])
         return [
             Leak(
                 cause="positions"

@@ -187,6 +187,35 @@ def test_a_list_of_metrics_that_are_tensors(model):
     assert only(watch(model, step)) == ("container", "`history` of Monitor", 4)
 
 
+def test_a_list_of_results_is_one_leak_whatever_their_parts(model):
+    class Result:
+        __slots__ = ("loss", "load")
+
+    results = []
+
+    def step() -> None:
+        results.append(Result())
+        results[-1].loss, results[-1].load = torch.zeros(1), torch.zeros(4)
+
+    name = "`results` in test_a_list_of_results_is_one_leak_whatever_their_parts()"
+    assert only(watch(model, step)) == ("container", name, 4 * (1 + 4))
+
+
+def test_a_monitor_that_stands_in_a_list_is_named_with_it(model):
+    class Monitor:
+        def __init__(self) -> None:
+            self.history = []
+
+    monitors = [Monitor()]
+
+    def step() -> None:
+        monitors[0].history.append(torch.zeros(1))
+
+    name = "test_a_monitor_that_stands_in_a_list_is_named_with_it()"
+    holder = f"`history` of Monitor, in `monitors` in {name}"
+    assert only(watch(model, step)) == ("container", holder, 4)
+
+
 def test_a_dictionary_by_step_in_the_model(model):
     model.seen = {}
 

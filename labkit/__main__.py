@@ -2,6 +2,8 @@
 
 import argparse
 import importlib
+import io
+import os
 import sys
 from collections.abc import Sequence
 
@@ -18,8 +20,11 @@ COMMANDS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status.
 
-    A mistake in its use gives 2; a disk or a folder that fails it gives 1.
+    A mistake in its use gives 2; a disk that fails it or a run that diverges gives 1.
+    An interrupt gives 130 and a reader that goes away 141, as in a shell.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):  # what it cannot show becomes "?"
+        sys.stdout.reconfigure(errors="replace")
     listing = "\n".join(f"  {name:<12}{text}" for name, text in COMMANDS.items())
     parser = argparse.ArgumentParser(
         prog="python -m labkit",
@@ -45,8 +50,14 @@ def _run(name: str, arguments: Sequence[str]) -> int:
     command.add_arguments(parser)
     options = parser.parse_args(arguments)
     try:
-        return command.run(options)
-    except (ValueError, OSError) as error:
+        status = command.run(options)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        # At exit Python would write the rest again, and complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except (ValueError, OSError, FloatingPointError) as error:
         message = in_options(str(error), command.TERMS)
         print(f"labkit {name}: {message}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1

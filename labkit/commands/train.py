@@ -6,6 +6,7 @@ python -m labkit train --resume runs/small
 """
 
 import argparse
+import math
 import os
 import secrets
 import textwrap
@@ -23,8 +24,8 @@ from labkit.model import Transformer, generate
 from labkit.monitor import Monitor, StepMetrics
 from labkit.training import RECIPES, Corpus, Trainer, corpus, faster_precision
 from labkit.training.ranks import Ranks, process_group
+from labkit.training.recipes import require_fit
 from labkit.training.run_folder import METRICS_NAME, require_new
-from labkit.training.trainer import require_fit
 from labkit.training.windows import Windows
 
 BYTES_PER_PARAMETER = 16
@@ -50,6 +51,7 @@ TERMS = {
     "lr": "--lr",
     "seed": "--seed",
     "run_dir": "--out",
+    "choose another folder": "choose another --out",
     "build the model": "choose a preset",
     r"corpus\.from_folder": "--corpus",
     r"Trainer\.save": "labkit train",
@@ -125,12 +127,17 @@ def _train(options: argparse.Namespace, ranks: Ranks) -> None:
     if ranks.is_first:
         trainer.monitor = _monitor(options, trainer)
     say(_describe(trainer))
-    trainer.run(progress=False, save_every=options.save_every)
+    records = trainer.run(progress=False, save_every=options.save_every)
     evaluation = trainer.evaluate()
     say(
         f"validation  {evaluation.nats:.4f} nats, "
         f"{evaluation.bits_per_byte:.4f} bits per byte"
     )
+    if (records and records[-1].is_skipped) or not math.isfinite(evaluation.nats):
+        raise FloatingPointError(
+            f"the run diverged: at step {trainer.n_steps_done} its loss or gradients "
+            "are not finite. Start a new run with a smaller lr."
+        )
     if options.sample > 0 and ranks.is_first:
         say(_sample(trainer, options.sample))
     if trainer.n_steps_done < trainer.train.n_steps:

@@ -95,3 +95,15 @@ def autocast(
     if dtype == torch.float32:
         return contextlib.nullcontext()
     return torch.autocast(device.type, dtype=dtype)
+
+
+def busiest_by_mean(load: Int[Tensor, "l e"]) -> tuple[float, ...]:
+    """Return the load of each router's busiest expert, by the mean load.
+
+    >>> busiest_by_mean(torch.tensor([[2, 2, 2, 2], [8, 0, 0, 0]]))
+    (1.0, 4.0)
+    """
+    if not load.numel():
+        return ()
+    load = load.double()
+    return tuple((load.amax(dim=-1) / load.mean(dim=-1)).tolist())

@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
+from labkit.model.checkpoint_files import named
 from labkit.training.checkpoint_check import (
     RANDOM_STATE,
     REMEDY,
@@ -67,6 +68,19 @@ def write_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
         ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def require_finite(tensors: Tensors, n_steps: int, path: Path) -> None:
+    """Raise FloatingPointError if the run that is to be saved at `path` diverged."""
+    faults = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
+    if not faults:
+        return
+    kept = ", and the previous one is intact" if path.exists() else ""
+    raise FloatingPointError(
+        f"the run diverged: after step {n_steps}, these are not finite: "
+        f"{named(faults, limit=3)}. No checkpoint of them is written{kept}; start a "
+        "new run with a smaller lr."
+    )
 
 
 def _force_to_disk(path: Path) -> None:

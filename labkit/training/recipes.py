@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
-from labkit.config import TrainConfig
+from labkit.config import ModelConfig, TrainConfig
+from labkit.config.presets import BYTE_VOCAB
 
 TINY = TrainConfig(
     n_steps=300,
@@ -44,3 +45,32 @@ micro-batch is not published.
 RECIPES: Mapping[str, TrainConfig] = MappingProxyType(
     {"tiny": TINY, "small": SMALL, "v3-671b": V3}
 )
+
+MOST_SEQUENCES = 2**16
+"""A step of more would fill the memory with tokens; DeepSeek-V3's has 15,360."""
+
+
+def require_fit(cfg: ModelConfig, train: TrainConfig) -> None:
+    """Raise ValueError unless the model takes byte tokens in the recipe's amounts."""
+    if train.global_batch > MOST_SEQUENCES:
+        raise ValueError(
+            f"global_batch must be at most {MOST_SEQUENCES:,}, because a step holds "
+            f"all its tokens; got {train.global_batch:,}. Set global_batch=64 or so."
+        )
+    if train.seq_len > cfg.max_seq_len:
+        raise ValueError(
+            "seq_len must be at most the model's max_seq_len; got "
+            f"{train.seq_len} and {cfg.max_seq_len}. Set seq_len={cfg.max_seq_len}, "
+            "or build the model for longer sequences."
+        )
+    if train.seq_len <= cfg.n_mtp:
+        raise ValueError(
+            "seq_len must exceed the MTP depth, because module k predicts k tokens "
+            f"further ahead; got {train.seq_len} and {cfg.n_mtp}. "
+            f"Set seq_len={cfg.n_mtp + 1} or more, or build the model without MTP."
+        )
+    if cfg.vocab_size < BYTE_VOCAB:
+        raise ValueError(
+            f"vocab_size must be at least {BYTE_VOCAB}, because tokens are bytes; got "
+            f"{cfg.vocab_size}. Set vocab_size={BYTE_VOCAB}."
+        )

@@ -1,16 +1,24 @@
-"""The folder of a run: what it may hold before, and that none is left behind empty."""
+"""The folder of a run: what it may hold before, who uses it, what is left behind."""
 
+import os
+import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from labkit.training.checkpoint import CHECKPOINT_NAME
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
 
 METRICS_NAME = "metrics.jsonl"
 
 
 def require_new(run_dir: Path) -> None:
     """Raise ValueError unless a new run may write to this folder, which need not be."""
+    _require_name(run_dir)
     present = next(filter(Path.exists, (run_dir, *run_dir.parents)), None)
     if present is not None and not present.is_dir():
         raise ValueError(
@@ -30,20 +38,99 @@ def require_new(run_dir: Path) -> None:
         )
 
 
+def _require_name(run_dir: Path) -> None:
+    """Raise ValueError if the system takes no file of this name."""
+    try:
+        (run_dir / CHECKPOINT_NAME).exists()
+    except OSError as error:
+        raise ValueError(
+            f"run_dir must be a folder, or a place to make one: {error.strerror}: "
+            f"{run_dir}. Choose another run_dir."
+        ) from error
+
+
 @contextmanager
-def folder_in_use(run_dir: Path | None) -> Iterator[None]:
-    """Make the folder; at the end, remove what of it was made and is still empty."""
+def folder_in_use(
+    run_dir: Path | None, *, is_new: bool = False, n_bytes: int = 0
+) -> Iterator[None]:
+    """Make the folder and hold it, so that no other run writes to it meanwhile.
+
+    At the end, what of the folder was made and is still empty is removed. So are
+    the records of a new run that a failing disk left without a checkpoint: it can
+    be started again.
+
+    Args:
+        run_dir: the folder; None uses none.
+        is_new: whether the folder must still be as `require_new` wants it.
+        n_bytes: size of the checkpoint for which there must be room.
+    """
     if run_dir is None:
         yield
         return
     made = [folder for folder in (run_dir, *run_dir.parents) if not folder.exists()]
     try:
         _make(run_dir)
-        yield
+        with _held(run_dir):
+            if is_new:
+                require_new(run_dir)
+            _require_room(run_dir, n_bytes)
+            with _all_or_nothing(run_dir) if is_new else nullcontext():
+                yield
     finally:
         for folder in made:
             with suppress(OSError):  # it holds something, or was never made
                 folder.rmdir()
+
+
+@contextmanager
+def _held(run_dir: Path) -> Iterator[None]:
+    """Hold an exclusive lock on the folder, which ends with the process at the latest.
+
+    Where the system or the file system has no such locks, nothing is held.
+
+    Raises:
+        ValueError: someone else holds it.
+    """
+    if fcntl is None:
+        yield
+        return
+    descriptor = os.open(run_dir, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            _lock(descriptor, run_dir)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, run_dir: Path) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(
+            f"another run is writing to {run_dir}, and two would destroy each other's "
+            "checkpoint. Wait for its end, or choose another run_dir."
+        ) from None
+
+
+def _require_room(run_dir: Path, n_bytes: int) -> None:
+    free = shutil.disk_usage(run_dir).free
+    if free < n_bytes:
+        raise OSError(
+            f"a checkpoint of this run takes {-(-n_bytes // 10**6)} MB, and where "
+            f"{run_dir} is, {free // 10**6} MB are free. Nothing was written; free "
+            "some space or choose another run_dir."
+        )
+
+
+@contextmanager
+def _all_or_nothing(run_dir: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError:
+        if not (run_dir / CHECKPOINT_NAME).exists():
+            (run_dir / METRICS_NAME).unlink(missing_ok=True)
+        raise
 
 
 def _make(run_dir: Path) -> None:

@@ -6,6 +6,8 @@ bit, on the same machine and thread count.
 """
 
 import math
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
@@ -15,8 +17,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from labkit.config import ModelConfig, TrainConfig, model_to_dict
-from labkit.config.presets import BYTE_VOCAB
+from labkit.config import TrainConfig, model_to_dict
 from labkit.model import Transformer
 from labkit.monitor import Monitor, StepMetrics
 from labkit.training import corpus as corpora
@@ -26,13 +27,16 @@ from labkit.training.accumulation import (
     LossScale,
     StepLoss,
     accumulate,
+    busiest_by_mean,
 )
 from labkit.training.checkpoint import (
     CHECKPOINT_NAME,
+    MOMENTS,
     Checkpoint,
     checkpoint_path,
     gather_tensors,
     read_checkpoint,
+    require_finite,
     scatter_tensors,
     write_checkpoint,
 )
@@ -42,6 +46,7 @@ from labkit.training.evaluation import Evaluation, evaluate
 from labkit.training.interrupt import held_interrupt
 from labkit.training.optimizer import build_optimizer
 from labkit.training.ranks import Ranks
+from labkit.training.recipes import require_fit
 from labkit.training.run_folder import METRICS_NAME, folder_in_use, require_new
 from labkit.training.stopwatch import Stopwatch
 from labkit.training.windows import BatchCursor, Windows
@@ -92,6 +97,11 @@ class Trainer:
         self.load: Int[Tensor, "l e"] | None = None
         """Tokens that the last step routed to each expert, over all ranks."""
         self.monitor = monitor or _monitor_in(self.run_dir, self.ranks)
+        self._folder: Path | None = None
+        """The folder that holds this run already."""
+        self._n_steps_saved: int | None = None
+        self._is_whole = True
+        """Whether weights, moments and counts are all of the same step."""
 
     @classmethod
     def resume(
@@ -134,6 +144,8 @@ class Trainer:
         trainer.cursor.load_state_dict(values["cursor"])
         scatter_tensors(saved.tensors, model, trainer.optimizer)
         trainer.n_steps_done = values["n_steps_done"]
+        trainer._folder = run_dir
+        trainer._n_steps_saved = None if run_dir is None else trainer.n_steps_done
         trainer.n_tokens_seen = values["n_tokens_seen"]
         return trainer
 
@@ -142,13 +154,26 @@ class Trainer:
 
         Args:
             path: the file; None takes the run's folder.
+
+        Raises:
+            FloatingPointError: weights or moments are not finite: the run diverged.
+                What was saved before is intact, as after any other failure.
         """
         if path is None and self.run_dir is None:
             raise ValueError(
                 "there is no place to save to: the Trainer has no run_dir. "
                 "Give save a path, or the Trainer a run_dir."
             )
-        path = self.run_dir / CHECKPOINT_NAME if path is None else Path(path)
+        is_elsewhere = path is not None
+        path = Path(path) if is_elsewhere else self.run_dir / CHECKPOINT_NAME
+        if self.ranks.is_first:
+            self._write(path)
+        self.ranks.barrier()
+        if not is_elsewhere:
+            self._folder, self._n_steps_saved = self.run_dir, self.n_steps_done
+        return path
+
+    def _write(self, path: Path) -> None:
         values = {
             "model": model_to_dict(self.model.cfg),
             "train": asdict(self.train),
@@ -157,11 +182,9 @@ class Trainer:
             "n_steps_done": self.n_steps_done,
             "n_tokens_seen": self.n_tokens_seen,
         }
-        if self.ranks.is_first:
-            tensors = gather_tensors(self.model, self.optimizer)
-            write_checkpoint(path, Checkpoint(tensors, values))
-        self.ranks.barrier()
-        return path
+        tensors = gather_tensors(self.model, self.optimizer)
+        require_finite(tensors, self.n_steps_done, path)
+        write_checkpoint(path, Checkpoint(tensors, values))
 
     def step(self) -> StepMetrics:
         """Do one optimizer step over the global batch and return its record."""
@@ -181,11 +204,13 @@ class Trainer:
         loss = StepLoss(self.ranks.sum(loss.parts), self.ranks.sum(loss.load))
         stopwatch.lap("communication")
         lr = schedules.learning_rate(self.train, self.n_steps_done)
+        self._is_whole = False
         grad_norm = self._update_weights(loss.load, lr)
         stopwatch.lap("optimizer")
         self.cursor.advance(self.train.global_batch)
         self.n_steps_done += 1
         self.n_tokens_seen += self.train.tokens_per_step
+        self._is_whole, self._folder = True, self.run_dir
         self.load = loss.load
         metrics = self._metrics(loss, lr, grad_norm, stopwatch)
         if self.ranks.is_first:
@@ -260,8 +285,9 @@ class Trainer:
         """Train and return the records of the steps done.
 
         Ctrl-C (or the notebook's stop button) ends the run after the step it is in.
-        With a `run_dir` the end of the run is saved, however it came. Calling `run`
-        again goes on.
+        With a `run_dir` the end of the run is saved, however it came: also when a
+        listener fails, or a step before it changes a weight. Calling `run` again goes
+        on. No other run can write to the folder meanwhile.
 
         Args:
             n_steps: steps to do; None goes on to the end of `train.n_steps`.
@@ -273,20 +299,44 @@ class Trainer:
         self._check_run(n_steps, save_every)
         is_hidden = not (progress and self.ranks.is_first)
         records: list[StepMetrics] = []
-        saved_at = None
-        folder = folder_in_use(self.run_dir if self.ranks.is_first else None)
+        folder = self._folder_in_use()
         bar = tqdm(total=n_steps, unit="step", disable=is_hidden)
         with folder, bar, held_interrupt() as is_interrupted:
             while len(records) < n_steps and not self.ranks.any(is_interrupted()):
-                records.append(self.step())
+                with self._kept_if_broken_off():
+                    records.append(self.step())
                 bar.set_postfix(loss=f"{records[-1].loss_main:.3f}", refresh=False)
                 bar.update()
                 if save_every and self.n_steps_done % save_every == 0:
                     self.save()
-                    saved_at = self.n_steps_done
-            if self.run_dir is not None and saved_at != self.n_steps_done:
+            if self.run_dir is not None and self._n_steps_saved != self.n_steps_done:
                 self.save()
         return records
+
+    def _folder_in_use(self) -> AbstractContextManager[None]:
+        if not self.ranks.is_first:
+            return nullcontext()
+        weights = sum(parameter.nbytes for parameter in self.model.parameters())
+        return folder_in_use(
+            self.run_dir,
+            is_new=self.run_dir != self._folder,
+            n_bytes=weights * (1 + len(MOMENTS)),
+        )
+
+    @contextmanager
+    def _kept_if_broken_off(self) -> Iterator[None]:
+        """Save the steps done, unless the weights were just being changed.
+
+        The other ranks may be anywhere, so the first does not wait for them.
+        """
+        try:
+            yield
+        except BaseException:
+            has_place = self.run_dir is not None and self.ranks.is_first
+            is_unsaved = self.n_steps_done not in (0, self._n_steps_saved)
+            if has_place and is_unsaved and self._is_whole:
+                self._write(self.run_dir / CHECKPOINT_NAME)
+            raise
 
     def _check_run(self, n_steps: int, save_every: int | None) -> None:
         if n_steps < 0:
@@ -335,39 +385,6 @@ def memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return psutil.Process().memory_info().rss
-
-
-def busiest_by_mean(load: Int[Tensor, "l e"]) -> tuple[float, ...]:
-    """Return the load of each router's busiest expert, by the mean load.
-
-    >>> busiest_by_mean(torch.tensor([[2, 2, 2, 2], [8, 0, 0, 0]]))
-    (1.0, 4.0)
-    """
-    if not load.numel():
-        return ()
-    load = load.double()
-    return tuple((load.amax(dim=-1) / load.mean(dim=-1)).tolist())
-
-
-def require_fit(cfg: ModelConfig, train: TrainConfig) -> None:
-    """Raise ValueError unless the model takes byte tokens in the recipe's lengths."""
-    if train.seq_len > cfg.max_seq_len:
-        raise ValueError(
-            "seq_len must be at most the model's max_seq_len; got "
-            f"{train.seq_len} and {cfg.max_seq_len}. Set seq_len={cfg.max_seq_len}, "
-            "or build the model for longer sequences."
-        )
-    if train.seq_len <= cfg.n_mtp:
-        raise ValueError(
-            "seq_len must exceed the MTP depth, because module k predicts k tokens "
-            f"further ahead; got {train.seq_len} and {cfg.n_mtp}. "
-            f"Set seq_len={cfg.n_mtp + 1} or more, or build the model without MTP."
-        )
-    if cfg.vocab_size < BYTE_VOCAB:
-        raise ValueError(
-            f"vocab_size must be at least {BYTE_VOCAB}, because tokens are bytes; got "
-            f"{cfg.vocab_size}. Set vocab_size={BYTE_VOCAB}."
-        )
 
 
 def _monitor_in(run_dir: Path | None, ranks: Ranks) -> Monitor:

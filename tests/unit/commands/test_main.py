@@ -1,4 +1,5 @@
 import argparse
+import os
 import subprocess
 import sys
 
@@ -75,3 +76,19 @@ def test_the_list_of_commands_needs_no_torch():
     program = "import sys, labkit.__main__; sys.exit('torch' in sys.modules)"
 
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
+def test_what_an_output_cannot_show_becomes_a_question_mark(encoding):
+    program = """
+from labkit import __main__ as entry
+from labkit.commands import doctor
+doctor.run = lambda options: print("a \\ufffd \\u4e2d b") or 0
+entry.main(["doctor"])
+"""
+    shown = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"PYTHONIOENCODING": encoding},
+        capture_output=True,
+    )
+    assert (shown.stdout.strip(), shown.stderr) == (b"a ? ? b", b"")

@@ -1,4 +1,8 @@
+import math
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -6,7 +10,7 @@ import pytest
 
 from labkit.__main__ import main
 from labkit.commands import train as train_command
-from labkit.monitor import read_jsonl
+from labkit.monitor import StepMetrics, read_jsonl
 from labkit.training import Trainer, read_checkpoint
 from labkit.training import corpus as corpora
 
@@ -114,6 +118,9 @@ REFUSED = {
     "Set --save-every to 1 or more.",
     ("--log-every", "0"): "--log-every must be at least 1; got 0. "
     "Set --log-every to 1 or more.",
+    ("--global-batch", "10000000000", "--micro-batch", "1"): "--global-batch must be "
+    "at most 65,536, because a step holds all its tokens; got 10,000,000,000. Set "
+    "--global-batch=64 or so.",
     ("--sample", "-1"): "--sample must be at least 0; got -1. "
     "Set --sample to 0 or more.",
 }
@@ -233,3 +240,65 @@ def test_an_empty_folder_name_is_refused_and_not_a_default(option, capsys):
 def test_threads_out_of_range_are_refused(train, threads, capsys):
     assert train("--threads", threads) != 0
     assert "--threads must lie between 1 and 1024" in capsys.readouterr().err
+
+
+def test_a_run_whose_reader_goes_away_is_saved_and_ends_quietly(text_folder, tmp_path):
+    options = [
+        *("--corpus", text_folder, "--out", tmp_path / "run", "--seq-len", "16"),
+        *("--global-batch", "2", "--log-every", "1", "--steps", "1000"),
+    ]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "labkit", "train", *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache")},
+    )
+    while not process.stdout.readline().startswith(b"step"):
+        pass
+    process.stdout.close()
+    assert process.wait(timeout=60) == 141
+    assert process.stderr.read() == b""
+    assert read_checkpoint(tmp_path / "run").values["n_steps_done"] > 0
+
+
+def test_a_run_that_diverges_says_so_and_gives_status_1(train, capsys):
+    assert train("--steps", "2", "--lr", "1e30") == 1
+    captured = capsys.readouterr()
+    assert captured.err == (
+        "labkit train: the run diverged: at step 2 its loss or gradients are not "
+        "finite. Start a new run with a smaller --lr.\n"
+    )
+    assert "saved in" not in captured.out
+
+
+def test_weights_that_are_not_finite_are_one_sentence_and_give_status_1(
+    train, tmp_path, capsys, monkeypatch
+):
+    step = Trainer.step
+
+    def ruin(trainer: Trainer) -> StepMetrics:
+        trainer.model.norm.weight.data.fill_(math.nan)
+        return step(trainer)
+
+    monkeypatch.setattr(Trainer, "step", ruin)
+    assert train("--steps", "1") == 1
+    assert capsys.readouterr().err == (
+        "labkit train: the run diverged: after step 1, these are not finite: "
+        "model.norm.weight. No checkpoint of them is written; start a new run with a "
+        "smaller --lr.\n"
+    )
+    assert not (tmp_path / "run" / "checkpoint.safetensors").exists()
+
+
+def test_a_full_disk_leaves_nothing_and_the_same_command_works_later(
+    train, tmp_path, capsys, monkeypatch
+):
+    def fail(*_: object, **__: object) -> None:
+        raise OSError("No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("labkit.training.checkpoint.save_file", fail)
+        assert train("--steps", "1") == 1
+    assert "Nothing was written; free some space or" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+    assert train("--steps", "1", "--sample", "0") == 0

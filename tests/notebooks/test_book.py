@@ -16,10 +16,10 @@ def test_a_notebook_keeps_every_rule(path):
     assert complaints(path) == []
 
 
-def test_the_folder_holds_notebooks_only():
-    others = {path.name for path in NOTEBOOKS.iterdir()} - {".ipynb_checkpoints"}
+def test_the_folder_holds_notebooks_and_the_picture_of_readme_only():
+    found = {path.name for path in NOTEBOOKS.iterdir()} - {".ipynb_checkpoints"}
 
-    assert others == {path.name for path in list_notebooks()}
+    assert found == {path.name for path in list_notebooks()} | {"explorer.png"}
 
 
 def test_the_whole_book_fits_a_day_and_numbers_are_unique():

@@ -42,6 +42,8 @@ lab notebooks: export JUPYTER_RUNTIME_DIR := $(STATE)/jupyter/runtime
 lab notebooks: export JUPYTERLAB_SETTINGS_DIR := $(STATE)/jupyter/settings
 lab notebooks: export JUPYTERLAB_WORKSPACES_DIR := $(STATE)/jupyter/workspaces
 lab notebooks: export IPYTHONDIR := $(STATE)/ipython
+# Defaults of the book, which the settings above override: no pop-up asks for news.
+lab: export JUPYTER_CONFIG_PATH := $(CURDIR)/.ci/jupyter
 lab: setup
 	@$(BIN)/python -m jupyterlab $(ALLOW_ROOT) --ServerApp.root_dir="$(CURDIR)" \
 	  --LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb \

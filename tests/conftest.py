@@ -36,6 +36,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "JUPYTER_DATA_DIR": scratch / "jupyter" / "data",
         "JUPYTER_RUNTIME_DIR": scratch / "jupyter" / "runtime",
         "XDG_CONFIG_HOME": scratch / "config",
+        "XDG_CACHE_HOME": scratch / "cache",
         "MPLCONFIGDIR": BUILD / "matplotlib",
         # Kept between runs, because compiling takes longer than the tests themselves.
         "TORCHINDUCTOR_CACHE_DIR": BUILD / "inductor",

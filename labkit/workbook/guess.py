@@ -1,12 +1,17 @@
 """A guess before a measurement: a box on the page that a later cell compares with."""
 
+import re
 from collections.abc import Callable, Sequence
 from html import escape
+from math import isfinite
 
 from ipywidgets import HTML, Layout, RadioButtons, Text, VBox
 
 from labkit.workbook.display import Shown, line_html, show, varying
 from labkit.workbook.spelling import spell, spell_ratio
+
+GROUPED = re.compile(r"[+-]?\d{1,3}(,\d{3})+(\.\d*)?(e[+-]?\d+)?", re.IGNORECASE)
+"""A number whose thousands are separated by commas."""
 
 
 class Guess:
@@ -69,7 +74,9 @@ class Guess:
     def _acknowledge(self, _: object) -> None:
         """Say under the box what was understood."""
         if self.value is None and self._box.value:
-            text = f"{self._box.value!r} is not a number: write it as 0.4 or 1e9."
+            text = (
+                f"{self._box.value!r} is not a number: write it as 0.4, 1,300 or 1e9."
+            )
         elif self.value is None:
             text = ""
         else:
@@ -86,14 +93,19 @@ class Guess:
 def read_number(text: str, unit: str = "") -> float | None:
     """Return the number that a person wrote, None if it is none.
 
-    >>> read_number("70,272"), read_number("0.4 GB", "GB"), read_number("many")
+    Commas stand between groups of three digits only: "1,3" may mean 1.3.
+
+    >>> read_number("70,272"), read_number("0.4 GB", "GB"), read_number("1,3e3")
     (70272.0, 0.4, None)
     """
-    bare = text.strip().removesuffix(unit).replace(",", "").replace("_", "")
+    bare = text.strip().removesuffix(unit).strip()
+    if "," in bare and not GROUPED.fullmatch(bare):
+        return None
     try:
-        return float(bare)
+        number = float(bare.replace(",", ""))
     except ValueError:
         return None
+    return number if isfinite(number) else None
 
 
 def verdict(guess: Guess, value: float | str, *, digits: int = 3) -> str:
@@ -109,9 +121,15 @@ def verdict(guess: Guess, value: float | str, *, digits: int = 3) -> str:
             else f"you chose {said}, it is {right}"
         )
     line = f"you said {guess.spell(said)}, it is {right}"
+    if guess.spell(said, digits=digits) == right:
+        return f"{line}: exactly"
     if abs(said - value) <= 0.1 * abs(value):
         return f"{line}: within a tenth"
-    return f"{line}: {spell_ratio(value / said)} your guess" if said > 0 else line
+    side = "too high" if said > value else "too low"
+    if said <= 0 or value <= 0:
+        return f"{line}: your guess is {side}"
+    ratio = spell_ratio(max(said / value, value / said))
+    return f"{line}: your guess is {ratio} {side}"
 
 
 def reveal(

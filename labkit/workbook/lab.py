@@ -55,10 +55,16 @@ def progress() -> Progress:
     """Show which exercises are solved, and return what keeps them.
 
     `.start()` keeps them on this machine, `.export(path)` copies them, `.reset()`
-    forgets them.
+    forgets them; the table follows.
     """
     kept = Progress()
-    live = HTML(_progress_page(kept))
+    live = HTML()
+
+    def update() -> None:
+        live.value = _progress_page(kept)
+
+    update()
+    kept.when_changed(update)
     text = "Your progress: run this cell to see it."
     show(Shown(text=text, html=line_html(text, tone="quiet"), live=live))
     return kept

@@ -7,7 +7,13 @@ from typing import TypeVar
 
 import torch
 
+from labkit.hardware import Roofline
+from labkit.hardware.units import rate
+
 Name = TypeVar("Name", bound=Hashable)
+
+SLACK = 1.05
+"""How much faster one core may seem on a machine that has no other."""
 
 
 def fastest(
@@ -33,6 +39,20 @@ def fastest(
                 run()
                 seconds[name] = min(seconds[name], perf_counter() - start)
     return seconds
+
+
+def agreement(every: Roofline, one: Roofline) -> str:
+    """Return whether all cores beat one, as they must, in FP32 products.
+
+    Args:
+        every: measured on all cores.
+        one: measured on one of them.
+    """
+    all_cores, one_core = (each.gemm_flops["float32"] for each in (every, one))
+    line = f"{rate(one_core, 'FLOP/s')} on one, {rate(all_cores, 'FLOP/s')} on all"
+    if one_core > SLACK * all_cores:
+        return f"{line}: something else is running; measure both again"
+    return line
 
 
 @contextmanager

@@ -43,13 +43,10 @@ FLAGS = [
     "--disable-sync",
 ]
 
+DEFAULTS = ROOT / ".ci" / "jupyter"
+"""Settings that `make lab` gives JupyterLab: no pop-up covers the page."""
+
 SETTINGS = {
-    # News and update pop-ups ask the network, and cover the page.
-    "apputils-extension/notification": {
-        "fetchNews": "false",
-        "checkForUpdates": False,
-        "doNotDisturbMode": True,
-    },
     # Every cell is in the page, not only those in sight.
     "notebook-extension/tracker": {"windowingMode": "none"},
 }
@@ -131,7 +128,8 @@ def environment(home):
         "IPYTHONDIR": "ipython",
         "XDG_CACHE_HOME": "cache",
     }
-    return os.environ | {name: str(home / part) for name, part in folders.items()}
+    folders = {name: str(home / part) for name, part in folders.items()}
+    return os.environ | folders | {"JUPYTER_CONFIG_PATH": str(DEFAULTS)}
 
 
 def write_settings(folder):

@@ -74,6 +74,7 @@ def test_guess_explore_check_and_experiment_answer(parts, open_notebook):
     assert lab.stored_figures() == ["MLA: 960 values, 1024 tokens, causal False"]
     lab.screenshot_sections("-stored")
     lab.run_all()
+    expect(lab.page.locator(".Toastify__toast")).to_have_count(0)
     assert [error for _, error in lab.cells()] == [""] * 6
     lab.screenshot_sections("-start")
 

@@ -7,6 +7,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from jupyter_server.services.config.manager import ConfigManager
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -113,6 +114,25 @@ def test_every_target_is_declared_phony():
     phony = re.search(r"^\.PHONY: (.+)$", MAKEFILE, re.MULTILINE)[1].split()
 
     assert targets <= set(phony)
+
+
+def test_make_lab_asks_no_one_for_news_and_keeps_to_its_own_settings(
+    tmp_path, monkeypatch
+):
+    folders = dict(
+        re.findall(r"^lab.*: export (\w+) := (\S+)$", MAKEFILE, re.MULTILINE)
+    )
+    for name in ("JUPYTER_CONFIG_DIR", "JUPYTERLAB_SETTINGS_DIR"):
+        assert folders[name].startswith("$(STATE)/")
+        monkeypatch.setenv(name, str(tmp_path))
+    defaults = folders["JUPYTER_CONFIG_PATH"].replace("$(CURDIR)", str(ROOT))
+    monkeypatch.setenv("JUPYTER_CONFIG_PATH", defaults)
+    found = ConfigManager(config_dir_name="labconfig").get("default_setting_overrides")
+
+    assert found["@jupyterlab/apputils-extension:notification"] == {
+        "checkForUpdates": False,
+        "fetchNews": "false",
+    }
 
 
 def test_the_continuous_integration_runs_make_test():

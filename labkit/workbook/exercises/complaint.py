@@ -58,6 +58,8 @@ def _out_of_bounds(case: Case, value: Plain, unit: str) -> str:
     """Return how far a value is from the goal."""
     if not is_number(value):
         return f"you gave {brief(value)}, expected a number"
+    if case.otherwise:
+        return f"{brief(value)}{unit} {case.otherwise}"
     bound = case.at_least if case.at_most is None else case.at_most
     word = "least" if case.at_most is None else "most"
     return f"you reach {brief(value)}{unit}, the goal is at {word} {bound:g}{unit}"

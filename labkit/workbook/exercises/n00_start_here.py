@@ -90,6 +90,10 @@ EXERCISES = (
                 "result written too",
             ),
             Misconception(
+                lambda m, k, n, itemsize: 2 * m * k * n / (itemsize * (m * k + k * n)),
+                "that leaves out the result: its m·n elements are written",
+            ),
+            Misconception(
                 lambda m, k, n, itemsize: 2 * m * k * n / (m * k + k * n + m * n),
                 "that is FLOPs per element: an element has `itemsize` bytes",
             ),
@@ -180,6 +184,7 @@ EXERCISES = (
                 given="the number of tokens",
                 measure=lambda rows: rows,
                 at_most=342,
+                otherwise="are compute-bound, but fewer suffice",
                 unit="tokens",
             ),
         ),
@@ -193,6 +198,9 @@ EXERCISES = (
                 563,
                 "that is the ridge, and more than it takes: in FP8 a token brings 2 "
                 "FLOPs for each byte of weight",
+            ),
+            Misconception(
+                363, "that fills an H800 in BF16: here it is a B200, and FP8"
             ),
             Misconception(512, "a power of two, and more than it takes"),
         ),
@@ -237,6 +245,12 @@ EXERCISES = (
                     tokens_per_second * 4 * n_active_params / peak_flops
                 ),
                 "backward alone is 4 per parameter; forward comes on top",
+            ),
+            Misconception(
+                lambda tokens_per_second, n_active_params, peak_flops: (
+                    tokens_per_second * 3 * n_active_params / peak_flops
+                ),
+                "3 counts a multiplication and its addition as one: they are two",
             ),
             Misconception(
                 lambda tokens_per_second, n_active_params, peak_flops: (

@@ -60,6 +60,9 @@ class Case:
     at_least: float | None = None
     """Bounds, in place of `expected`."""
 
+    otherwise: str = ""
+    """What to say after the value, where the bound is the answer and stays unsaid."""
+
     tolerance: float = 1e-6
     """Relative difference that passes as equal, for numbers with a fraction."""
 

@@ -1,7 +1,9 @@
 """Rooflines: the speed a product can reach, against its arithmetic intensity."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -10,11 +12,17 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 from labkit.hardware.gemm import Gemm, TimedGemm
 from labkit.hardware.units import rate
 from labkit.workbook.figures.style import COLOURS, SERIES, canvas
+from labkit.workbook.spelling import spell_ratio
 
 ROOF, PRODUCT, GREY = SERIES[0], SERIES[1], COLOURS["idle"]
 
 APART = 1.8
 """Least ratio between the heights of two names, so that they do not overlap."""
+
+PLATE: Mapping[str, Any] = MappingProxyType(
+    {"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 1}
+)
+"""Behind a name that lines may cross."""
 
 X_LABEL = "arithmetic intensity (FLOP per byte moved)"
 
@@ -67,6 +75,7 @@ def measured_roof(ceiling: Ceiling, timed: Sequence[TimedGemm]) -> Figure:
             va="top",
             fontsize=8.5,
             color=PRODUCT,
+            bbox=dict(PLATE),
         )
     return fig
 
@@ -109,13 +118,13 @@ def _name_product(
         va="bottom" if is_right else "top",
         color=PRODUCT,
         fontweight="bold",
-        bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 1},
+        bbox=dict(PLATE),
     )
 
 
 def _title(arithmetic: float, traffic: float) -> str:
     longer, shorter = max(arithmetic, traffic), min(arithmetic, traffic)
-    times = f"{longer / shorter:,.1f} times as long as"
+    times = f"{spell_ratio(longer / shorter)} as long as"
     if arithmetic > traffic:
         return f"Compute-bound: the arithmetic takes {times} the traffic"
     return f"Memory-bound: the traffic takes {times} the arithmetic"

@@ -1,6 +1,7 @@
 """Every exercise of the book: its solution, its stub, its known wrong turns."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from labkit.config import PRESETS
 from labkit.workbook.exercises import all_exercises, catalogue, exercises_of, grade
 from labkit.workbook.exercises.catalogue import modules
+from labkit.workbook.exercises.compare import brief, is_number
 from labkit.workbook.exercises.handle import solution_text
 
 EXERCISES = list(all_exercises())
@@ -66,6 +68,28 @@ def test_every_sentence_of_a_check_fits_one_line(exercise):
     texts += [known.message for known in exercise.misconceptions]
 
     assert not any("\n" in text for text in texts)
+
+
+def targets():
+    """Return the exercises that want a number which reaches a bound."""
+    found = (each for each in EXERCISES if each.kind == "target")
+    return [each for each in found if is_number(each.solution)]
+
+
+@pytest.mark.parametrize("exercise", targets(), ids=by_name)
+@pytest.mark.parametrize("factor", [3, 0.3])
+def test_a_missed_target_does_not_give_the_answer_away(exercise, factor):
+    line = grade(exercise, type(exercise.solution)(factor * exercise.solution)).line
+
+    assert not re.search(rf"\b{re.escape(brief(exercise.solution))}\b", line)
+
+
+def test_too_many_rows_are_told_only_that_fewer_suffice():
+    (exercise,) = (each for each in EXERCISES if each.name == "enough_rows")
+
+    assert grade(exercise, 400).line == (
+        "✗ for the number of tokens: 400 tokens are compute-bound, but fewer suffice"
+    )
 
 
 def test_names_are_unique_over_the_whole_book():

@@ -23,10 +23,11 @@ def number(value=None, unit="GB"):
     ("said", "line"),
     [
         (None, "○ no guess yet · it is 2.62 GB"),
-        (0.4, "you said 0.4 GB, it is 2.62 GB: 6.5 times your guess"),
-        (26.2, "you said 26.2 GB, it is 2.62 GB: 0.1 times your guess"),
+        (0.4, "you said 0.4 GB, it is 2.62 GB: your guess is 6.5 times too low"),
+        (26.2, "you said 26.2 GB, it is 2.62 GB: your guess is 10 times too high"),
         (2.5, "you said 2.5 GB, it is 2.62 GB: within a tenth"),
-        (0, "you said 0 GB, it is 2.62 GB"),
+        (2.62, "you said 2.62 GB, it is 2.62 GB: exactly"),
+        (0, "you said 0 GB, it is 2.62 GB: your guess is too low"),
     ],
 )
 def test_a_reveal_sets_the_guess_beside_the_value(said, line):
@@ -50,10 +51,43 @@ def test_a_guess_that_is_no_number_is_no_guess_and_says_so():
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("0.4", 0.4), (" 1,024 ", 1024.0), ("3 GB", 3.0), ("1e9", 1e9), ("", None)],
+    [
+        *(("0.4", 0.4), (" 1,024 ", 1024.0), ("3 GB", 3.0), ("1e9", 1e9)),
+        *(("-1,342,000.5", -1_342_000.5), ("70_272", 70_272.0), ("1,300e3", 1.3e6)),
+    ],
 )
 def test_numbers_are_read_as_people_write_them(text, value):
     assert read_number(text, "GB") == value
+
+
+@pytest.mark.parametrize("text", ["", "1,3e3", "0,4", "1,34", "13,00,000", "nan", "GB"])
+def test_what_may_mean_another_number_is_none(text):
+    assert read_number(text, "GB") is None
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """A cache folder of its own, for where progress is kept."""
+    monkeypatch.setattr("labkit.workbook.progress.cache_folder", lambda: tmp_path)
+    return tmp_path
+
+
+def test_starting_progress_says_where_it_is_kept_and_turns_the_table(
+    cache, monkeypatch, capsys
+):
+    shown = []
+    monkeypatch.setattr(lab, "show", shown.append)
+    kept = lab.progress()
+    assert "Solved exercises are not kept." in shown[0].live.value
+    kept.start()
+
+    path = cache / "progress.json"
+    said = capsys.readouterr().out
+    assert said == f"Solved exercises are kept in {path}: 0 so far.\n"
+    assert "not kept" not in shown[0].live.value
+    assert "<th>solved</th>" in shown[0].live.value
+    kept.reset()
+    assert "Solved exercises are not kept." in shown[0].live.value
 
 
 def test_a_revealed_line_follows_a_later_guess_on_the_page():

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from labkit.training.corpus import cache_folder
 from labkit.workbook import exercise
 from labkit.workbook.progress import Progress
 
@@ -31,6 +32,10 @@ def test_a_solved_exercise_is_noted_with_its_best_score(progress):
     assert progress.solved() == {"double": None, "fit": 70.0, "speed": 3.0}
 
 
+def test_progress_outlives_an_installation():
+    assert Progress().path == cache_folder() / "progress.json"
+
+
 def test_starting_again_keeps_what_is_there(progress):
     progress.start()
     progress.note("double")
@@ -39,12 +44,17 @@ def test_starting_again_keeps_what_is_there(progress):
     assert progress.solved() == {"double": None}
 
 
-def test_export_and_reset(progress, tmp_path):
+def test_export_and_reset(progress, tmp_path, capsys):
     progress.start()
     progress.note("double")
     progress.export(tmp_path / "mine.json")
     progress.reset()
 
+    assert capsys.readouterr().out.splitlines() == [
+        f"Solved exercises are kept in {progress.path}: 0 so far.",
+        f"Copied to {tmp_path / 'mine.json'}: 1 solved.",
+        "Solved exercises are forgotten, and no longer kept.",
+    ]
     assert json.loads((tmp_path / "mine.json").read_text()) == {"double": None}
     assert not progress.is_kept
     assert progress.solved() == {}

@@ -5,7 +5,8 @@ import time
 import pytest
 import torch
 
-from labkit.workbook.timing import fastest
+from labkit.hardware import GemmSample, Roofline
+from labkit.workbook.timing import agreement, fastest
 
 
 def test_runs_take_turns_after_a_round_to_warm_up():
@@ -33,3 +34,28 @@ def test_threads_are_set_for_the_runs_and_put_back_even_after_an_error():
 
     assert set(seen) == {1}
     assert torch.get_num_threads() == before
+
+
+def roofline(flops):
+    sample = GemmSample(dtype="float32", size=1024, flops=flops, n_runs=3)
+    return Roofline(
+        device="cpu",
+        n_threads=1,
+        samples=(sample,),
+        copy_bytes_per_second=1e9,
+        fp8_cast_elements_per_second=1e9,
+    )
+
+
+def test_one_core_that_beats_all_was_measured_in_a_quieter_moment():
+    assert agreement(roofline(20e9), roofline(40e9)) == (
+        "40 GFLOP/s on one, 20 GFLOP/s on all: something else is running; "
+        "measure both again"
+    )
+
+
+def test_one_core_below_all_or_equal_is_as_it_must_be():
+    said = agreement(roofline(40e9), roofline(20e9))
+
+    assert said == "20 GFLOP/s on one, 40 GFLOP/s on all"
+    assert "again" not in agreement(roofline(40e9), roofline(41e9))

@@ -30,13 +30,13 @@ class Sampler:
         heat, mass = self.temperature, self.top_p
         if not is_finite(heat) or not (heat == 0 or heat >= LEAST_TEMPERATURE):
             raise ValueError(
-                f"temperature must be 0 (greedy) or at least {LEAST_TEMPERATURE}, and "
-                f"finite; got {heat!r}. "
+                "temperature must be a number, 0 (greedy) or at least "
+                f"{LEAST_TEMPERATURE}, and finite; got {heat!r}. "
                 "Set temperature=1.0 to sample from the model as it is."
             )
         if not is_finite(mass) or not 0 < mass <= 1:
             raise ValueError(
-                f"top_p must be above 0 and at most 1; got {mass!r}. "
+                f"top_p must be a number above 0 and at most 1; got {mass!r}. "
                 "Set top_p=1.0 to sample from all tokens."
             )
         require_instance({"generator": self.generator}, torch.Generator, optional=True)

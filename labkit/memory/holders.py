@@ -179,7 +179,10 @@ class _Climber:
             if _is_namespace(referrer):
                 return Holder(f"`{key}`")
             for owner in self.above.get(id(referrer), ()):
-                if getattr(owner, "__dict__", None) is referrer:
+                own = getattr(owner, "__dict__", None)
+                # A class shows its dictionary through a view.
+                is_class = isinstance(owner, type)
+                if own is referrer or (is_class and own.get(key) is x):
                     return self._name_attribute(owner, str(key))
         for attribute in _attributes(referrer):
             if getattr(referrer, attribute, None) is x:

@@ -22,14 +22,14 @@ LEFT_OUT = {
 }
 """What to tell a learner who left one part out, by its name in the code."""
 
+NO_RANK = "q_lora_rank is None in V2-Lite: queries come from one matrix, wq"
+"""What to tell a learner whose count multiplies by None."""
+
 
 def parts(attention: MLAConfig, dim: int) -> dict[str, int]:
     """Return the parameters of each matrix and norm, by its name in the code."""
-    heads, rank, latent = (
-        attention.n_heads,
-        attention.q_lora_rank,
-        attention.kv_lora_rank,
-    )
+    heads, rank = attention.n_heads, attention.q_lora_rank
+    latent = attention.kv_lora_rank
     query_width = heads * attention.qk_head_dim
     query = {"wq": dim * query_width}
     if rank is not None:
@@ -43,15 +43,27 @@ def parts(attention: MLAConfig, dim: int) -> dict[str, int]:
 
 
 def left_out() -> Iterator[Misconception]:
-    """Yield a wrong turn for each part that a count may leave out."""
+    """Yield a wrong turn for each part left out, by counts with and without wq."""
+    yield Misconception(_without("", needs_rank=True), NO_RANK)
     for name, message in LEFT_OUT.items():
         yield Misconception(_without(name), message)
+        if name != "wq":
+            yield Misconception(
+                _without(name, needs_rank=True), f"{message}; {NO_RANK}"
+            )
 
 
-def _without(name: str) -> Callable[[MLAConfig, int], int]:
-    """Return a count that leaves out one part, where the model has it."""
+def _without(name: str, *, needs_rank: bool = False) -> Callable[[MLAConfig, int], int]:
+    """Return a count that leaves out one part, where the model has it.
+
+    Args:
+        name: of the part, "" for none.
+        needs_rank: whether the count fails where queries are not compressed.
+    """
 
     def count(attention: MLAConfig, dim: int) -> int:
+        if needs_rank and attention.q_lora_rank is None:
+            raise TypeError("None is no number")
         sizes = parts(attention, dim) | {"k_pe": dim * attention.qk_rope_head_dim}
         return attention_params(attention, dim) - sizes.get(name, 0)
 

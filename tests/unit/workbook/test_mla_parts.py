@@ -26,3 +26,16 @@ def test_a_count_without_the_output_matrix_is_told_its_name():
         "✗ for DeepSeek-V3: you gave 69,666,816, expected 187,107,328 (wo is missing, "
         "the output matrix: n_heads × v_head_dim × dim)"
     )
+
+
+def test_a_count_that_multiplies_by_no_rank_is_told_both_of_its_faults():
+    def naive(a, dim):
+        query = a.q_lora_rank * (dim + a.n_heads * a.qk_head_dim) + a.q_lora_rank
+        latent = dim * (a.kv_lora_rank + a.qk_rope_head_dim) + a.kv_lora_rank
+        return query + latent + a.n_heads * a.v_head_dim * dim
+
+    assert grade(find("mla_params"), naive).line.endswith(
+        "(wkv_b is missing, which takes keys and values up: kv_lora_rank × n_heads × "
+        "(qk_nope_head_dim + v_head_dim); q_lora_rank is None in V2-Lite: queries come "
+        "from one matrix, wq)"
+    )

@@ -152,7 +152,7 @@ def passes(draw):
 
 
 @given(cfg=models(), step=passes())
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_every_module_keeps_the_predicted_bytes(cfg, step):
     kept, loss = loss_of(cfg, step)
     predicted = Counter()

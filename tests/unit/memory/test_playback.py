@@ -99,7 +99,7 @@ def passes(draw):
 
 
 @given(cfg=models(), step=passes(), n_micro_batches=st.integers(1, 2))
-@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @pytest.mark.usefixtures("unchecked")  # each of very many operators would be
 def test_the_peak_is_predicted_within_five_percent(cfg, step, n_micro_batches):
     model = Transformer(cfg, dtype=step.weights)

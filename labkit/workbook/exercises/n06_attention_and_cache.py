@@ -1,13 +1,15 @@
 """Exercises of notebook 06: what a cache keeps, absorbing, and a broken write."""
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import fields, replace
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from labkit.config import PRESETS, GQAConfig, MLAConfig, ModelConfig
-from labkit.workbook.exercises.spec import Case, Exercise, Misconception, Score
+from labkit.memory import AllocationCount
+from labkit.workbook.exercises.spec import Case, Exercise, Misconception
 
 V3 = PRESETS["v3-671b"]
 
@@ -35,6 +37,20 @@ def _first_head_only(q_nope: Tensor, w_uk: Tensor, latent: Tensor) -> Tensor:
 
 def _summed_over_heads(q_nope: Tensor, w_uk: Tensor, latent: Tensor) -> Tensor:
     return torch.einsum("hn,hnc->c", q_nope, w_uk) @ latent.T
+
+
+def keys_made(scores: Callable[..., Float[Tensor, "h t"]]) -> str:
+    """Return for how many past tokens a key is made on the way: "none" or "all".
+
+    Keys are h · n · t values, made at once or one by one; nothing else is as large.
+    """
+    n_heads, n, c, n_tokens = 2, 64, 4, 256
+    q_nope, w_uk = torch.ones(n_heads, n), torch.ones(n_heads, n, c)
+    latent = torch.ones(n_tokens, c)
+    with AllocationCount() as made:
+        scores(q_nope, w_uk, latent)
+    size_of_keys = n_heads * n * n_tokens * latent.itemsize
+    return "all" if made.total_bytes >= size_of_keys else "none"
 
 
 def write(
@@ -76,12 +92,27 @@ def cache_gibibytes(cfg: ModelConfig) -> float:
     return CONTEXT * cfg.kv_bytes_per_token() / 2**30
 
 
-def _latent_width(cfg: ModelConfig) -> int:
-    return getattr(cfg.attention, "kv_lora_rank", 0)
+def _width(name: str) -> Callable[[ModelConfig], int]:
+    """Return what reads a width of the attention; 0 where it has none."""
+    return lambda cfg: getattr(cfg.attention, name, 0) or 0
+
+
+def changed_outside_attention(cfg: ModelConfig) -> str:
+    """Return the fields that differ from DeepSeek-V3's, but for attention."""
+    names = (field.name for field in fields(V3) if field.name != "attention")
+    changed = [name for name in names if getattr(cfg, name) != getattr(V3, name)]
+    return ", ".join(changed) or "nothing"
+
+
+def _latent_of(rank: int, **widths: int | None) -> ModelConfig:
+    """Return DeepSeek-V3 with another latent, and other widths of its attention."""
+    return replace(V3, attention=replace(V3.attention, kv_lora_rank=rank, **widths))
 
 
 ONE_KEY = replace(V3, attention=GQAConfig(n_heads=128, n_kv_heads=1))
-NARROW = replace(V3, attention=replace(V3.attention, kv_lora_rank=192))
+NARROW = _latent_of(192)
+NO_ROTATION = _latent_of(192, v_head_dim=176, qk_rope_head_dim=2)
+NO_QUERY_RANK = _latent_of(192, q_lora_rank=None)
 
 EMPTY = torch.zeros(2, 4, 1)
 NEW = torch.tensor([[[1.0], [2.0]], [[3.0], [4.0]]])
@@ -120,8 +151,21 @@ EXERCISES = (
                 "that is the decompressed cache: MLA keeps the latent",
             ),
             Misconception(
+                lambda n_layers, a: (
+                    n_layers * a.n_heads * (a.qk_nope_head_dim + a.v_head_dim) * 2
+                ),
+                "a key and a value of every head is what MHA keeps: MLA keeps one "
+                "latent for all heads, and a rotary key",
+            ),
+            Misconception(
                 lambda n_layers, a: n_layers * a.kv_lora_rank * 2,
                 "the rotary key is kept as well: it is not in the latent",
+            ),
+            Misconception(
+                lambda n_layers, a: (
+                    n_layers * (a.kv_lora_rank + a.n_heads * a.qk_rope_head_dim) * 2
+                ),
+                "that is a rotary key per head: one serves all heads",
             ),
             Misconception(
                 lambda n_layers, a: 2 * n_layers * a.cache_width * 2,
@@ -172,6 +216,11 @@ EXERCISES = (
                 ),
                 expected=[[-3.0, -6.0, 3.0]],
             ),
+            Case(
+                given="the past tokens that get a key on the way",
+                measure=keys_made,
+                expected="none",
+            ),
         ),
         misconceptions=(
             Misconception(
@@ -179,6 +228,17 @@ EXERCISES = (
             ),
             Misconception(
                 _summed_over_heads, "the heads must stay apart: that sums over them"
+            ),
+            Misconception(
+                lambda q, w, c: (q @ w) @ c.T,
+                "`@` takes `q_nope` for one matrix and multiplies all queries with "
+                "each head's `w_uk`: pair head with head, by einsum or with "
+                "`q_nope[:, None]`",
+            ),
+            Misconception(
+                lambda q, w, c: torch.einsum("hn,hnt->ht", q, w @ c.T),
+                "the scores are right, but the product of `w_uk` and `latent` is the "
+                "key of every past token: multiply `w_uk` with the query first",
             ),
         ),
         hints=(
@@ -243,25 +303,31 @@ EXERCISES = (
         because="nothing failed loudly: a wrong position only changes the text.",
     ),
     Exercise(
-        name="cache_at_128k",
+        name="cache_of_a_batch",
         kind="predict",
-        title="128K tokens of DeepSeek-V3",
+        title="Eight conversations with DeepSeek-V2-Lite",
         difficulty=1,
-        minutes=2,
-        task="How many GB (10⁹ bytes) of BF16 cache does one sequence of 131,072 "
-        "tokens take in DeepSeek-V3? A guess within 3 per cent counts.",
+        minutes=3,
+        task="How many GB (10⁹ bytes) of BF16 cache do eight sequences of 32,768 "
+        "tokens take in DeepSeek-V2-Lite (27 layers, 16 heads, a latent of 512 and a "
+        "rotary key of 64)? A guess within 3 per cent counts.",
         stub="gigabytes = None",
-        cases=(Case(given="", expected=9.21, tolerance=0.03, unit="GB"),),
+        cases=(Case(given="", expected=8.15, tolerance=0.03, unit="GB"),),
         misconceptions=(
+            Misconception(7.59, "that is GiB of 2³⁰ bytes: a GB has 10⁹"),
             Misconception(
-                655, "that is the decompressed cache: 4,997,120 bytes a token"
+                72.5, "that is the decompressed cache: 276,480 bytes a token"
             ),
-            Misconception(0.151, "that is one layer: there are 61"),
-            Misconception(4.6, "that is one byte a value: BF16 has two"),
+            Misconception(0.302, "that is one layer: there are 27"),
+            Misconception(1.02, "that is one sequence: there are eight"),
+            Misconception(4.08, "that is one byte a value: BF16 has two"),
         ),
-        hints=("One token takes 70,272 bytes.", "70,272 × 131,072 bytes."),
-        solution=9.21,
-        because="multi-head attention of the same model would keep 524 GB.",
+        hints=(
+            "One token takes 27 × (512 + 64) × 2 bytes.",
+            "31,104 × 8 × 32,768 bytes.",
+        ),
+        solution=8.15,
+        because="multi-head attention with 16 heads of 128 would keep 58 GB.",
     ),
     Exercise(
         name="smaller_cache",
@@ -270,20 +336,26 @@ EXERCISES = (
         difficulty=2,
         minutes=8,
         task="Change the attention of `PRESETS['v3-671b']` so that a sequence of "
-        "131,072 tokens keeps at most 4 GiB in BF16, with 128 heads, 61 layers, a "
-        "latent of at least 128, and no less than the 187.1 million attention "
-        "parameters per layer that it has now. Give the `ModelConfig`. The score is "
-        "GiB: the fewer, the better.",
+        "131,072 tokens keeps at most 4 GiB in BF16, with no less than the 187.1 "
+        "million attention parameters per layer that it has now. Its 128 heads, its "
+        "rotary width of 64 and its query rank of 1,536 stay, and the latent has at "
+        "least 128 values. Give the `ModelConfig`.",
         stub="my_config = None",
         cases=(
             Case(
-                given="the heads",
-                measure=lambda cfg: cfg.attention.n_heads,
-                expected=128,
+                given="what changed outside attention",
+                measure=changed_outside_attention,
+                expected="nothing",
             ),
-            Case(given="the layers", measure=lambda cfg: cfg.n_layers, expected=61),
+            Case(given="the heads", measure=_width("n_heads"), expected=128),
             Case(given="the cache", measure=cache_gibibytes, at_most=4, unit="GiB"),
-            Case(given="the latent", measure=_latent_width, at_least=128),
+            Case(given="the latent", measure=_width("kv_lora_rank"), at_least=128),
+            Case(
+                given="the rotary width",
+                measure=_width("qk_rope_head_dim"),
+                expected=64,
+            ),
+            Case(given="the query rank", measure=_width("q_lora_rank"), expected=1536),
             Case(
                 given="attention per layer",
                 measure=lambda cfg: (
@@ -295,6 +367,15 @@ EXERCISES = (
         ),
         misconceptions=(
             Misconception(V3, "the model as it is: its latent is 512 wide"),
+            Misconception(
+                NO_ROTATION,
+                "the rotary key tells positions apart: it is no room to save in",
+            ),
+            Misconception(
+                NO_QUERY_RANK,
+                "queries are not cached: without their rank the parameters grow, but "
+                "not where keys and values come from",
+            ),
             Misconception(
                 ONE_KEY, "one key head of GQA fits, but then all heads see the same key"
             ),
@@ -311,10 +392,7 @@ EXERCISES = (
             "them.",
             "A latent of 192 and `v_head_dim=160` do it.",
         ),
-        solution=replace(
-            V3, attention=replace(V3.attention, kv_lora_rank=192, v_head_dim=160)
-        ),
+        solution=_latent_of(192, v_head_dim=160),
         because="what is rebuilt from the latent is not in the cache.",
-        score=Score(of=cache_gibibytes, unit="GiB"),
     ),
 )

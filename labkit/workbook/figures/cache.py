@@ -20,6 +20,34 @@ MARGINS: Mapping[str, float] = MappingProxyType(
 )
 """Shares of the figure; the left one has room for the longest name."""
 
+CUT = 3
+"""Devices after which the bar of memory is cut: a longer one would hide the limit."""
+
+
+def spell_bytes(n_bytes: float) -> str:
+    """Return bytes in GB, or in TB where there are thousands of GB.
+
+    >>> spell_bytes(9.21e9), spell_bytes(655.4e9), spell_bytes(35.56e12)
+    ('9.21 GB', '655 GB', '35.6 TB')
+    """
+    if n_bytes >= 1e12:
+        return f"{spell(n_bytes / 1e12)} TB"
+    return f"{spell(n_bytes / 1e9)} GB"
+
+
+def mark_place(fig: Figure, at: float, text: str) -> None:
+    """Mark a place on the horizontal axis by a dotted line, and write beside it."""
+    axes = fig.axes[0]
+    axes.axvline(at, color=COLOURS["ink"], linestyle=":", linewidth=1.5)
+    axes.annotate(
+        text,
+        (at, 0.04),
+        xycoords=("data", "axes fraction"),
+        xytext=(6, 0),
+        textcoords="offset points",
+        va="bottom",
+    )
+
 
 def cache_figure(
     per_token: Sequence[Part],
@@ -33,9 +61,9 @@ def cache_figure(
 
     Args:
         per_token: bytes that one token keeps, by design or model; log scale.
-        memory: what lies on the device, in GB.
+        memory: what lies on the device, in bytes.
         title: the finding.
-        capacity: the device's memory, in GB.
+        capacity: the device's memory, in bytes.
         device: its name.
     """
     with mpl.rc_context(dict(STYLE)):
@@ -67,19 +95,34 @@ def _draw_per_token(axes: Axes, parts: Sequence[Part]) -> None:
 def _draw_memory(
     axes: Axes, parts: Sequence[Part], *, capacity: float, device: str
 ) -> None:
-    left = 0.0
+    left, total = 0.0, sum(part.amount for part in parts)
+    is_cut = total > CUT * capacity
+    end = CUT * capacity if is_cut else 1.05 * max(total, capacity)
     for part in parts:
-        colour, label = COLOURS[part.meaning], f"{part.name} {spell(part.amount)}"
-        axes.barh(device, part.amount, left=left, color=colour, label=label)
-        left += part.amount
+        label = f"{part.name} {spell_bytes(part.amount)}"
+        shown = min(part.amount, end - left)
+        colour = COLOURS[part.meaning]
+        axes.barh(device, shown / 1e9, left=left / 1e9, color=colour, label=label)
+        left += shown
     # Its white edge keeps the line visible on dark bars.
     edge = [withStroke(linewidth=4, foreground="white")]
     axes.axvline(
-        capacity, color=COLOURS["ink"], ls="--", linewidth=1.5, path_effects=edge
+        capacity / 1e9, color=COLOURS["ink"], ls="--", linewidth=1.5, path_effects=edge
     )
-    axes.set_xlim(0, max(left, capacity) * 1.05)
-    axes.set_xlabel(f"memory of one device (GB); dashed: all {spell(capacity)} of it")
+    axes.set_xlim(0, end / 1e9)
+    about = f"memory (GB); dashed: all {spell(capacity / 1e9)} of it"
+    if is_cut:
+        _break(axes)
+        about += f"; the bar goes on to {spell_bytes(total)}"
+    axes.set_xlabel(about)
     axes.grid(visible=False, axis="y")
     axes.legend(
         loc="lower left", bbox_to_anchor=(0, 1), ncols=3, frameon=False, borderpad=0
     )
+
+
+def _break(axes: Axes) -> None:
+    """Mark that a bar goes on past the axis: two slanted gaps near its end."""
+    for place in (0.955, 0.97):
+        across = (place, place + 0.01)
+        axes.plot(across, (0, 1), color="white", linewidth=3, transform=axes.transAxes)

@@ -1,21 +1,27 @@
 """The cache explorer: a design, a context and a batch; what they keep and cost.
 
-widgets.explore(draw, describe, caption="…", **controls())
+    widgets.explore(draw, describe, caption="…", plan=CacheControls())
+
+Choosing a model sets its heads and its latent.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ipywidgets import ValueWidget
+from ipywidgets import ValueWidget, VBox
 from matplotlib.figure import Figure
 
 from labkit.config import PRESETS, AttentionConfig, GQAConfig, MLAConfig, ModelConfig
 from labkit.hardware import accelerator
-from labkit.workbook.figures.cache import cache_figure
+from labkit.workbook.figures.cache import cache_figure, spell_bytes
 from labkit.workbook.figures.charts import Part
 from labkit.workbook.published import published
-from labkit.workbook.spelling import spell_ratio
-from labkit.workbook.widgets.controls import choice, slider, steps, switch
+from labkit.workbook.spelling import spell, spell_ratio
+from labkit.workbook.widgets.controls import choice, row, slider, steps, switch
+
+Settings = Mapping[str, Any]
+"""The controls' values, by the names of `CachePlan`'s fields."""
 
 MODELS = {
     "DeepSeek-V3 (671B, FP8 weights)": ("v3-671b", 1),
@@ -34,6 +40,11 @@ PUBLISHED = {
 """Models whose cache is published, by the name on the page."""
 
 DEVICE = "h800"
+
+HEADS = tuple(2**n for n in range(3, 9))
+
+KV_HEADS = 8
+"""Of GQA, as in the published models beside it; none of DeepSeek's has GQA."""
 
 
 def published_bytes_per_token() -> dict[str, int]:
@@ -108,14 +119,59 @@ class CachePlan:
         return self.cache_bytes / accelerator(DEVICE).memory_bytes_per_second
 
 
-def controls() -> dict[str, ValueWidget]:
-    """Return the explorer's controls, standing at DeepSeek-V3 and 128K tokens."""
-    powers = [2**n for n in range(21)]
+class CacheControls(VBox, ValueWidget):
+    """Sliders over a design, with models to start from, at DeepSeek-V3 and 128K.
+
+    `value` holds what they stand at. It changes once per move, also when a model moves
+    several of them.
+    """
+
+    def __init__(self) -> None:
+        self.controls = _controls()
+        self._is_loading = False
+        super().__init__([row(control) for control in self.controls.values()])
+        self._load_model()
+        self.value = self._read()
+        for name, control in self.controls.items():
+            control.observe(lambda _, name=name: self._follow(name), "value")
+
+    def _read(self) -> dict[str, Any]:
+        return {name: control.value for name, control in self.controls.items()}
+
+    def _follow(self, moved: str) -> None:
+        """Take over a move, with what follows from it."""
+        if self._is_loading:
+            return
+        self._is_loading = True
+        if moved == "model":
+            self._load_model()
+        if moved == "n_heads":
+            self._offer_kv_heads(self.controls["n_kv_heads"].value)
+        self._is_loading = False
+        self.value = self._read()
+
+    def _load_model(self) -> None:
+        """Move the sliders to the model's own sizes."""
+        attention = PRESETS[MODELS[self.controls["model"].value][0]].attention
+        self.controls["n_heads"].value = attention.n_heads
+        self.controls["kv_lora_rank"].value = attention.kv_lora_rank
+        self._offer_kv_heads(KV_HEADS)
+
+    def _offer_kv_heads(self, wanted: int) -> None:
+        """Offer as many KV heads as there are heads, and no more."""
+        n_heads, slider = self.controls["n_heads"].value, self.controls["n_kv_heads"]
+        with slider.hold_sync():
+            slider.options = [(f"{n:,}", n) for n in _powers(n_heads)]
+            slider.value = min(wanted, n_heads)
+
+
+def _controls() -> dict[str, ValueWidget]:
+    powers = _powers(2**20)
     return {
         "model": choice("model", list(MODELS)),
         "kind": choice("attention", KINDS),
-        "n_heads": steps("heads", powers[3:9], value=128),
-        "n_kv_heads": steps("KV heads of GQA", powers[:4], value=8),
+        "n_heads": steps("heads", HEADS, value=128),
+        "n_kv_heads": steps("KV heads of GQA", powers[:8], value=KV_HEADS),
         "kv_lora_rank": slider("latent of MLA", (64, 1024), value=512, step=64),
         "context": steps("context", powers[10:], value=131_072, unit="tokens"),
         "batch": steps("batch", powers[:9], value=1, unit="sequences per GPU"),
@@ -124,36 +180,41 @@ def controls() -> dict[str, ValueWidget]:
     }
 
 
-def draw(**values: Any) -> Figure:  # noqa: ANN401, the controls' values
+def _powers(largest: int) -> list[int]:
+    """Return 1, 2, 4, … up to `largest`."""
+    return [2**n for n in range(largest.bit_length())]
+
+
+def draw(plan: Settings) -> Figure:
     """Return the figure for the controls' values."""
-    plan = CachePlan(**values)
+    chosen = CachePlan(**plan)
     limit = accelerator(DEVICE).memory_bytes
-    used = plan.weight_bytes + plan.cache_bytes
+    used = chosen.weight_bytes + chosen.cache_bytes
     memory = {
-        "weights": plan.weight_bytes,
-        "cache": plan.cache_bytes,
+        "weights": chosen.weight_bytes,
+        "cache": chosen.cache_bytes,
         "idle": max(0.0, limit - used),
     }
     return cache_figure(
-        _bars(plan),
+        _bars(chosen),
         [
-            Part(name=name.replace("idle", "free"), amount=size / 1e9, meaning=name)
+            Part(name=name.replace("idle", "free"), amount=size, meaning=name)
             for name, size in memory.items()
         ],
-        title=_title(plan),
-        capacity=limit / 1e9,
+        title=_title(chosen),
+        capacity=limit,
         device="one H800",
     )
 
 
-def describe(**values: Any) -> str:  # noqa: ANN401, the controls' values
+def describe(plan: Settings) -> str:
     """Return what the controls' values mean, in numbers."""
-    plan = CachePlan(**values)
-    first, second = (kind for kind in KINDS if kind != plan.kind)
+    chosen = CachePlan(**plan)
+    first, second = (kind for kind in KINDS if kind != chosen.kind)
     return (
-        f"{plan.design(plan.kind)} keeps {plan.bytes_per_token():,} bytes per token, "
-        f"{plan.design(first)} would keep {plan.bytes_per_token(first):,}, "
-        f"{plan.design(second)} {plan.bytes_per_token(second):,}. {_fit(plan)}"
+        f"{chosen.design(chosen.kind)} keeps {chosen.bytes_per_token():,} bytes per "
+        f"token, {chosen.design(first)} would keep {chosen.bytes_per_token(first):,}, "
+        f"{chosen.design(second)} {chosen.bytes_per_token(second):,}. {_fit(chosen)}"
     )
 
 
@@ -189,21 +250,25 @@ def _fit(plan: CachePlan) -> str:
         fewest = int(whole // memory) + 1
         gpus = _count(plan.n_gpus, "GPU")
         return (
-            f"The weights alone ({whole / 1e9:,.0f} GB on {gpus}) "
-            f"exceed an H800's {memory / 1e9:.1f} GB: share them among {fewest} or "
+            f"The weights alone ({spell_bytes(whole)} on {gpus}) "
+            f"exceed an H800's {spell_bytes(memory)}: share them among {fewest} or "
             f"more. The cache of {plan.batch} × {plan.context:,} tokens takes "
-            f"{plan.cache_bytes / 1e9:,.3g} GB."
+            f"{spell_bytes(plan.cache_bytes)}."
         )
     room = plan.n_tokens_that_fit
     text = (
         f"{plan.batch} × {plan.context:,} tokens take "
-        f"{plan.cache_bytes / 1e9:,.3g} GB, which an H800 reads in "
-        f"{plan.read_seconds * 1e3:,.3g} ms per decoding step; beside its "
-        f"{plan.weight_bytes / 1e9:,.3g} GB share of the weights {room:,} tokens fit"
+        f"{spell_bytes(plan.cache_bytes)}, which an H800 reads in "
+        f"{_spell_seconds(plan.read_seconds)} per decoding step; beside its "
+        f"{spell_bytes(plan.weight_bytes)} share of the weights {room:,} tokens fit"
     )
     if plan.batch * plan.context <= room:
         return f"{text}."
     return f"{text}: too few, so shorten the context or lower the batch."
+
+
+def _spell_seconds(seconds: float) -> str:
+    return f"{spell(seconds)} s" if seconds >= 1 else f"{spell(1e3 * seconds)} ms"
 
 
 def _count(number: int, name: str) -> str:

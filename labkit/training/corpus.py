@@ -131,7 +131,7 @@ def from_folder(
 
 
 def _folder_text(path: str | Path) -> _Text:
-    folder = Path(path).expanduser().resolve()
+    folder = _resolved(path)
     if folder.is_file():
         raise ValueError(
             f"a corpus is a folder, but {folder} is a file. Give {folder.parent}."
@@ -147,6 +147,20 @@ def _folder_text(path: str | Path) -> _Text:
             "binary, unreadable or not UTF-8. Give a folder that holds text files."
         )
     return _share_out(folder.name, found, folder=folder)
+
+
+def _resolved(path: str | Path) -> Path:
+    """Return the absolute path; ValueError if it leads nowhere, as `~nobody` does."""
+    try:
+        folder = Path(path).expanduser().resolve()
+        folder.is_dir()
+    except (RuntimeError, OSError) as error:  # RuntimeError: links in a loop, no home
+        reason = getattr(error, "strerror", None) or str(error).rstrip(".")
+        raise ValueError(
+            f"corpus folder not found: {path} ({reason}). "
+            "Give a folder that holds text files."
+        ) from error
+    return folder
 
 
 def reopen(source: dict[str, Any], *, cache: Path | None = None) -> Corpus:
@@ -186,13 +200,23 @@ def decode(tokens: Int[Tensor, "s"]) -> str:
 
 
 def cache_folder() -> Path:
-    """Return where this platform keeps files that a program can make again."""
-    if sys.platform == "darwin":
-        base = Path.home() / "Library" / "Caches"
-    elif sys.platform == "win32":
-        base = Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local"))
-    else:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    """Return where this platform keeps files that a program can make again.
+
+    Raises:
+        FileNotFoundError: the user has no home.
+    """
+    try:
+        if sys.platform == "darwin":
+            base = Path.home() / "Library" / "Caches"
+        elif sys.platform == "win32":
+            local = os.environ.get("LOCALAPPDATA")
+            base = Path(local or Path.home() / "AppData" / "Local")
+        else:
+            base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError as error:
+        raise FileNotFoundError(
+            f"there is no folder for caches: {error} Set HOME to a folder."
+        ) from error
     return base / "labkit"
 
 
@@ -218,7 +242,7 @@ def _open(
         require_window(n_train, seq_len, "training text")
         require_window(n_valid, seq_len, "validation text")
     pieces = [*text.train, *text.valid]
-    tokens = _open_tokens(text.fingerprint, pieces, cache or cache_folder())
+    tokens = _open_tokens(text.fingerprint, pieces, cache)
     return Corpus(
         name=text.name,
         train=tokens[:n_train],
@@ -241,12 +265,12 @@ def _fingerprint(train: list[Piece], valid: list[Piece]) -> str:
 
 
 def _open_tokens(
-    fingerprint: str, pieces: list[Piece], cache: Path
+    fingerprint: str, pieces: list[Piece], cache: Path | None
 ) -> UInt8[np.ndarray, "n"]:
     """Map the token file of this content, writing it first if it is missing."""
-    path = cache / f"tokens-{fingerprint[:32]}.bin"
     n_tokens = sum(piece.n_tokens for piece in pieces)
     try:
+        path = (cache or cache_folder()) / f"tokens-{fingerprint[:32]}.bin"
         if not path.is_file() or path.stat().st_size != n_tokens:
             _write_tokens(path, pieces)
         return np.memmap(path, dtype=np.uint8, mode="r")

@@ -13,6 +13,9 @@ from pathlib import Path
 SKIPPED_FOLDERS = frozenset({"__pycache__", "node_modules"})
 """Folders that hold no text anyone wrote, besides all hidden ones."""
 
+FAR_OFF = 4
+"""Factor between the wanted share of validation and one that will not do."""
+
 
 @dataclass(frozen=True, slots=True)
 class Document:
@@ -99,19 +102,26 @@ def split_documents(
     """Share the documents between training and validation by their content.
 
     A document keeps its side whatever else the folder holds, unless that side would
-    leave the other one empty. A single document is cut near its end.
+    leave the other one empty. Where few documents, or very unequal ones, would then
+    make the validation share of bytes `FAR_OFF` times too large or too small, the
+    largest is cut near its end instead, for validation.
     """
-    if len(documents) == 1:
-        (only,) = documents
-        cut = only.n_bytes - int(only.n_bytes * valid_fraction)
-        return [Piece(only, 0, cut)], [Piece(only, cut, only.n_bytes)]
     by_digest = sorted(documents, key=lambda document: document.digest)
     bound = int(valid_fraction * 2**64).to_bytes(8, "big")
     n_below = sum(document.digest < bound for document in documents)
-    n_valid = min(max(n_below, 1), len(documents) - 1)
-    chosen = {document.digest for document in by_digest[:n_valid]}
+    chosen = set(by_digest[: min(max(n_below, 1), len(documents) - 1)])
+    n_valid = sum(document.n_bytes for document in chosen)
+    wanted = valid_fraction * sum(document.n_bytes for document in documents)
+    largest = max(documents, key=lambda document: (document.n_bytes, document.digest))
+    is_far_off = not wanted / FAR_OFF <= n_valid <= wanted * FAR_OFF
+    if (is_far_off or not chosen) and largest.n_bytes > 1:
+        cut = max(largest.n_bytes - max(int(wanted), 1), 1)
+        ends = [cut if d == largest else d.n_bytes for d in documents]
+        pieces = zip(documents, ends, strict=True)
+        train = [Piece(document, 0, end) for document, end in pieces]
+        return train, [Piece(largest, cut, largest.n_bytes)]
     train, valid = [], []
     for document in documents:
-        side = valid if document.digest in chosen else train
+        side = valid if document in chosen else train
         side.append(Piece(document, 0, document.n_bytes))
     return train, valid

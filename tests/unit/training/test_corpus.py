@@ -12,13 +12,11 @@ def cache(tmp_path):
     return tmp_path / "cache"
 
 
-def test_the_stream_is_the_documents_each_closed_by_the_separator(tmp_path, cache):
-    folder = tmp_path / "text"
-    folder.mkdir()
-    (folder / "a.txt").write_text("abc")
-    (folder / "b.txt").write_text("de")
-    corpus = from_folder(folder, cache=cache)
-    assert sorted([bytes(corpus.train), bytes(corpus.valid)]) == [b"abc\0", b"de\0"]
+def test_the_stream_is_the_documents_each_closed_by_the_separator(text_folder, cache):
+    corpus = from_folder(text_folder, cache=cache)
+    stream = bytes(corpus.train) + bytes(corpus.valid)
+    texts = [path.read_bytes() for path in text_folder.iterdir()]
+    assert sorted(stream.split(b"\0")) == sorted([*texts, b""])
     assert SEPARATOR == 0
 
 
@@ -150,3 +148,29 @@ def test_the_representation_counts_documents_and_bytes(text_folder, cache):
 
 def test_decode_shows_a_cut_character_as_a_replacement():
     assert decode(corpora.encode("é")[:1]) == "�"
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("loop", "Symlink loop|Too many levels of symbolic links"),
+        ("~nosuchuser/x", "Could not determine home directory"),
+        ("x" * 300, "File name too long"),
+    ],
+)
+def test_a_path_that_leads_nowhere_is_one_sentence(tmp_path, monkeypatch, name, reason):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(ValueError, match=f"(?s)corpus folder not found: .*({reason})"):
+        from_folder(name)
+
+
+def test_without_a_home_tokens_are_kept_in_memory(text_folder, monkeypatch, caplog):
+    def no_home() -> None:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr("pathlib.Path.home", no_home)
+    corpus = from_folder(text_folder)
+    assert "tokens are kept in memory, not in a file: there is no" in caplog.text
+    assert len(corpus.valid) == 221

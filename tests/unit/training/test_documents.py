@@ -84,13 +84,25 @@ contents = st.lists(
 
 
 @given(contents, st.floats(0, 0.99))
-def test_every_document_has_one_side_and_no_side_is_empty(items, fraction):
+def test_every_byte_has_one_side_and_no_side_is_empty(items, fraction):
     documents = tuple(as_document(item) for item in items)
     train, valid = split_documents(documents, fraction)
-    assert sorted(p.document.digest for p in train + valid) == sorted(
-        d.digest for d in documents
-    )
-    assert train and valid
+    assert sum(p.stop - p.start for p in train + valid) == sum(map(len, items))
+    starts = sorted((p.document.digest, p.start) for p in train + valid)
+    assert len(set(starts)) == len(starts)
+    assert {p.document for p in train + valid} == set(documents)
+    assert train and valid and all(p.stop > p.start for p in valid)
+
+
+@pytest.mark.parametrize("sizes", [(260_000, 300), (5000, 5001), (9000, 10, 20, 30)])
+def test_few_unequal_documents_leave_the_wanted_share_for_validation(sizes):
+    for seed in range(8):  # whatever their digests
+        documents = tuple(as_document(bytes([97 + seed]) * size) for size in sizes)
+        train, valid = split_documents(documents, 0.05)
+        (piece,) = valid
+        assert piece.document.n_bytes == piece.stop == max(sizes)
+        assert piece.stop - piece.start == sum(sizes) // 20
+        assert [p.document for p in train] == list(documents)
 
 
 def test_a_document_keeps_its_side_when_others_join():

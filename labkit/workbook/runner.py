@@ -9,6 +9,8 @@ The header cell of a notebook is the one source of its title, question, minutes 
 needs.
 """
 
+import asyncio
+import atexit
 import os
 import re
 import time
@@ -109,7 +111,7 @@ def execute(
     """
     stored = read(path)
     notebook = read(path)
-    client = NotebookClient(
+    client = _Client(
         notebook,
         timeout=cell_seconds,
         kernel_name="python3",
@@ -127,10 +129,41 @@ def execute(
     )
 
 
+class _Loop(asyncio.SelectorEventLoop):
+    """Leaves Ctrl-C to `asyncio.Runner`, which cancels; nbclient's handler fails."""
+
+    def add_signal_handler(self, *_: object) -> None:
+        raise RuntimeError("signals are handled outside")
+
+
+class _Client(NotebookClient):
+    """Kills the kernel at an interrupt: asked to end in a cell, it would complain."""
+
+    async def _async_cleanup_kernel(self) -> None:
+        if asyncio.current_task().cancelling():
+            self.shutdown_kernel = "immediate"
+        await super()._async_cleanup_kernel()
+
+
+async def _run_cells(client: NotebookClient) -> None:
+    """Run all cells and end the kernel, also where it was still starting."""
+    try:
+        await client.async_execute()
+    except DeadKernelError:  # so nbclient calls a cell that was cancelled as well
+        if asyncio.current_task().cancelling():
+            raise asyncio.CancelledError from None
+        raise
+    finally:
+        atexit.unregister(client._cleanup_kernel)
+        if client.km is not None:
+            await client._async_cleanup_kernel()
+
+
 def _execute(client: NotebookClient, path: Path) -> str:
     """Run all cells; return the failure in one line, or ""."""
     try:
-        client.execute()
+        with asyncio.Runner(loop_factory=_Loop) as runner:
+            runner.run(_run_cells(client))
     except CellExecutionError as error:
         return f"{path.name}: {error.ename}: {_first_line(error.evalue)}"
     except CellTimeoutError as error:

@@ -1,7 +1,12 @@
 import json
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import nbformat
+import psutil
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
@@ -114,3 +119,43 @@ def test_testing_has_the_exit_status_of_the_step(monkeypatch, status):
     assert entry.main(["notebooks", "--test"]) == status
     assert commands[0][1:] == [notebooks.RUN_ALL, "notebooks"]
     assert notebooks.RUN_ALL.is_file()
+
+
+@pytest.mark.parametrize("wait", ["starting", "running"])
+def test_an_interrupt_ends_quietly_and_leaves_no_kernel_and_the_notebook(
+    book, wait, tmp_path
+):
+    path, mark = book / "00_good.ipynb", tmp_path / "mark"
+    notebook = nbformat.read(path, as_version=4)
+    source = "import os, time, pathlib\n"
+    source += f"pathlib.Path({str(mark)!r}).write_text('x')\ntime.sleep(100)"
+    notebook.cells[1].source = source
+    nbformat.write(notebook, path)
+    before = path.read_bytes()
+    program = f"""
+import pathlib, sys
+from labkit import __main__ as entry
+from labkit.commands import notebooks
+notebooks.list_notebooks = lambda: [pathlib.Path({str(path)!r})]
+print("ready", flush=True)
+sys.exit(entry.main(["notebooks", "--execute"]))
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    process.stdout.readline()
+    while not (mark.exists() if wait == "running" else kernels_of(process)):
+        time.sleep(0.02)
+    kernels = kernels_of(process)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (130, b"")
+    assert b"Traceback" not in err  # besides what a kernel says when it starts
+    assert kernels and not any(kernel.is_running() for kernel in kernels)
+    assert path.read_bytes() == before
+
+
+def kernels_of(process: subprocess.Popen) -> list[psutil.Process]:
+    return psutil.Process(process.pid).children(recursive=True)

@@ -12,10 +12,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 
 from labkit.config import Layout, ModelConfig
-from labkit.memory.activations import Load, model_tape
+from labkit.memory.activations import Load, block_tape, model_tape
 from labkit.memory.ranks import rank_tape
 from labkit.memory.recompute import block_policies
-from labkit.memory.recompute_kept import IN_BLOCK, kept_tape
+from labkit.memory.recompute_kept import IN_BLOCK, kept_tape, under_policy
 from labkit.memory.tape import Kept, Op, Pass
 
 REBUILT = "rebuilt"
@@ -60,11 +60,37 @@ def _rebuilt_with(op: Op, cfg: ModelConfig, policies: Sequence[str]) -> str:
         return op.module
     kind, number, rest = match.groups()
     index = int(number) + (cfg.n_layers if kind == "mtp" else 0)
-    block = f"{kind}.{number}"
-    if policies[index] == "full":
-        return block
-    branch = rest.removeprefix("block.").split(".")[0]
-    return f"{block}.{branch.removesuffix('_norm')}"
+    return f"{kind}.{number}.{_branch(rest, policies[index])}"
+
+
+def replay_layer(
+    cfg: ModelConfig, step: Pass, policy: str, *, is_dense: bool, layout: Layout
+) -> list[Op]:
+    """Return the operators of one main layer with debts, names relative to its own.
+
+    Args:
+        cfg: the model.
+        step: the pass.
+        policy: the layer's, which "every_k" is not.
+        is_dense: whether its feed-forward network is; "moe" leaves it as it is.
+        layout: the tape is that of one of its ranks.
+    """
+    plain = list(block_tape(cfg, step, is_dense=is_dense, stream=step.weights))
+    if policy == "none" or (policy == "moe" and is_dense):
+        return list(rank_tape(plain, layout))
+    left = [under_policy(policy, op, cfg, step) for op in plain]
+    pairs = zip(rank_tape(plain, layout), rank_tape(left, layout), strict=True)
+    tape: list[Op] = []
+    for name, group in groupby(pairs, lambda x: _branch(x[0].module, policy)):
+        ops, kept = zip(*group, strict=True)
+        tape += [*ops, *_debt(name, ops, kept)]
+    return tape
+
+
+def _branch(module: str, policy: str) -> str:
+    """Return which part of a block comes back as one: half of it, or all."""
+    half = module.removeprefix("block.").split(".")[0].removesuffix("_norm")
+    return "" if policy == "full" else half
 
 
 def _debt(name: str, ops: Sequence[Op], left: Sequence[Op]) -> Iterator[Op]:

@@ -1,5 +1,6 @@
 """Predicted steps against steps of a real Trainer, and what follows from arithmetic."""
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -10,14 +11,21 @@ from hypothesis import strategies as st
 from labkit.config import (
     PRESETS,
     GQAConfig,
+    Layout,
     MLAConfig,
     MoEConfig,
     MTPConfig,
     TrainConfig,
 )
-from labkit.memory import apply_recompute, measure
+from labkit.memory import STATES, apply_recompute, measure
+from labkit.memory.persistent import persistent_by_stage
+from labkit.memory.pipeline import ChunkPrices
+from labkit.memory.playback import fullest_instant, kept_by_part
 from labkit.memory.predict import predict
-from labkit.memory.recompute import RECOMPUTE_POLICIES
+from labkit.memory.recompute import RECOMPUTE_POLICIES, block_policies
+from labkit.memory.replay import replay_tape
+from labkit.memory.stages import Chunk, stage_layers
+from labkit.memory.tape import Pass
 from labkit.model import Transformer
 from labkit.training import Trainer, corpus
 
@@ -133,3 +141,105 @@ def test_activations_of_the_timeline_are_those_by_module():
         kept = last(report, "end of forward")["activations"]
 
         assert sum(report.by_module.values()) == kept
+
+
+TINY = PRESETS["tiny"]
+TRAIN = TrainConfig(micro_batch=1, global_batch=8, seq_len=64)
+
+
+@pytest.mark.parametrize("policy", [*RECOMPUTE_POLICIES])
+def test_chunks_priced_by_kind_are_the_whole_tape(policy):
+    cfg = replace(TINY, mtp=None, n_layers=6)
+    step, layout = Pass(batch=1, seq_len=64), Layout(dp=2, tp=2, ep=2)
+    prices = ChunkPrices(
+        cfg=cfg,
+        step=step,
+        layout=layout,
+        policies=block_policies(policy, 6),
+        has_gradients=False,
+        has_buffer=False,
+    )
+    chunk = prices.of(Chunk(layers=range(6), is_first=True, is_last=True))
+    tape = replay_tape(cfg, step, policy, layout=layout)
+
+    assert chunk.kept == +Counter(kept_by_part(tape))
+    assert chunk.fullest.total() == Counter(fullest_instant(tape)).total()
+
+
+def test_the_first_stage_keeps_a_micro_batch_for_each_stage():
+    layout = Layout(pp=2)
+    one = predict(TINY, replace(TRAIN, global_batch=1), layout).by_stage
+    many = predict(TINY, TRAIN, layout).by_stage
+    kept, kept_of_many = (
+        [last(stage, "end of forward")["activations"] for stage in stages]
+        for stages in (one, many)
+    )
+
+    assert kept_of_many == [2 * kept[0], kept[1]]
+
+
+def test_stages_hold_what_lasts_of_each():
+    layout = Layout(pp=2, dp=2)
+    report = predict(TINY, TRAIN, layout, zero=1)
+    stages = stage_layers(TINY, layout)
+
+    assert [last(stage, "optimizer")["moments"] for stage in report.by_stage] == [
+        held["moments"] for held in persistent_by_stage(TINY, layout, stages, zero=1)
+    ]
+    assert report.peak == max(stage.peak for stage in report.by_stage)
+
+
+def test_gradients_in_fp32_beside_bf16_weights_lie_in_a_buffer_throughout():
+    for layout in (None, Layout(pp=2)):
+        report = predict(TINY, TRAIN, layout, states=STATES["megatron"])
+
+        assert len({instant.by_part["gradients"] for instant in report.timeline}) == 1
+
+
+def test_tensor_parallel_ranks_share_all_but_latents_and_what_each_computes_whole():
+    cfg = replace(TINY, moe=None, n_dense_layers=0, mtp=None)
+    one, two = (predict(cfg, TRAIN, Layout(tp=tp)).by_part for tp in (1, 2))
+
+    assert one["activations"] / 2 < two["activations"] < one["activations"]
+    assert two["logits"] == one["logits"] / 2
+
+
+def test_busier_experts_receive_and_keep_more():
+    layout = Layout(dp=2, ep=2)
+    even, busy = (predict(TINY, TRAIN, layout, imbalance=x) for x in (1, 1.5))
+
+    assert busy.by_part["dispatch"] == 1.5 * even.by_part["dispatch"]
+    assert busy.by_part["activations"] > even.by_part["activations"]
+    paper = predict(TINY, TRAIN, layout, routing="paper")
+    assert paper.by_part["dispatch"] == even.by_part["dispatch"] / 2
+
+
+def test_gradients_are_copied_into_a_message_when_ranks_sum_them():
+    def message(**options):
+        report = predict(TINY, TRAIN, **options)
+        return last(report, "after backward").get("communication", 0)
+
+    model = Transformer(TINY, device="meta")
+    n_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    assert message() == 0
+    assert message(layout=Layout(dp=2)) == n_bytes
+
+
+def test_a_load_is_refused_for_several_ranks():
+    with pytest.raises(ValueError) as error:
+        predict(TINY, TRAIN, Layout(dp=2), load=[[1]])
+
+    assert str(error.value) == (
+        "load is that of one rank alone; got a layout of 2 ranks. Leave load out, and "
+        "give imbalance instead."
+    )
+
+
+def test_context_ranks_take_equal_parts_of_the_sequence():
+    with pytest.raises(ValueError) as error:
+        predict(TINY, TRAIN, Layout(cp=6))
+
+    assert str(error.value) == (
+        "cp must divide seq_len, because each rank takes an equal part; got cp=6 and "
+        "64. Set cp=2."
+    )

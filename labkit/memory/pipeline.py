@@ -64,7 +64,9 @@ class ChunkPrices:
             parts.append(self._brief(self._last()))
         n_mtp = cfg.n_mtp if chunk.is_last else 0
         n_sparse = sum(not is_dense for is_dense, _ in kinds)
-        parts.append(self._ranked(balance_tape(cfg, step, n_sparse, n_mtp)))
+        balance = balance_tape(cfg, step, n_sparse, n_mtp)
+        if balance:
+            parts.append(self._ranked(balance))
         return reduce(Segment.then, parts)
 
     def _layer(self, policy: str, *, is_dense: bool) -> Segment:

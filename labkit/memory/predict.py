@@ -8,7 +8,7 @@ fragments.
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -257,24 +257,21 @@ class _Ranks:
             unkept: what lives beside it just before.
             played: gradients and what else lives at the fullest of the backward.
         """
-        gradients = Counter(gradients=lasting["gradients"])
-        others = lasting - gradients
-        batch = Counter(temporaries=batch_bytes(self.train, self.layout))
-        sent = Counter(communication=self._sent_rows())
+        others = {part: n for part, n in lasting.items() if part != "gradients"}
+        gradients = {"gradients": lasting["gradients"]}
+        batch = {"temporaries": batch_bytes(self.train, self.layout)}
+        sent = {"communication": self._sent_rows()}
         is_summed = self.layout.dp * self.layout.cp > 1 and not self.has_buffer
-        message = Counter(communication=gradients["gradients"] * is_summed)
-        start = others + gradients if self.has_buffer else others
-        before = others + gradients if self.n_micro_batches > 1 else start
-        instants = {
-            "start": start,
-            FORWARD: before + batch + kept + unkept + sent,
-            "end of forward": before + batch + kept,
-            BACKWARD: others + batch + played + sent,
-            AFTER_BACKWARD: others + gradients + batch + message,
-            OPTIMIZER: others + gradients + batch,
-        }
-        return tuple(
-            Instant(name=name, by_part=dict(live)) for name, live in instants.items()
+        message = {"communication": gradients["gradients"] * is_summed}
+        start = (others, gradients) if self.has_buffer else (others,)
+        before = (others, gradients) if self.n_micro_batches > 1 else start
+        return (
+            _instant("start", *start),
+            _instant(FORWARD, *before, batch, kept, unkept, sent),
+            _instant("end of forward", *before, batch, kept),
+            _instant(BACKWARD, others, batch, played, sent),
+            _instant(AFTER_BACKWARD, others, gradients, batch, message),
+            _instant(OPTIMIZER, others, gradients, batch),
         )
 
     def _sent_rows(self) -> int:
@@ -283,6 +280,16 @@ class _Ranks:
             return 0
         n_values = self.step.n_rows / self.layout.tp * self.cfg.dim
         return round(n_values * self.step.compute.itemsize)
+
+
+def _instant(name: str, *lives: Mapping[str, int]) -> Instant:
+    """Return the instant at which all of these live; sums of Counters take longer."""
+    by_part: dict[str, int] = {}
+    for parts in lives:
+        for part, n_bytes in parts.items():
+            if n_bytes:
+                by_part[part] = by_part.get(part, 0) + n_bytes
+    return Instant(name=name, by_part=by_part)
 
 
 def batch_bytes(train: TrainConfig, layout: Layout) -> int:

@@ -25,6 +25,13 @@ def require_new(run_dir: Path) -> None:
             f"run_dir must be a folder, or a place to make one; {present} is a file. "
             "Choose another run_dir."
         )
+    if run_dir.is_dir():
+        with _held(run_dir):  # asks whether anyone else does
+            pass
+    _require_no_run(run_dir)
+
+
+def _require_no_run(run_dir: Path) -> None:
     if (run_dir / CHECKPOINT_NAME).exists():
         raise ValueError(
             f"{run_dir} already holds a checkpoint, which a new run would replace. "
@@ -61,7 +68,7 @@ def folder_in_use(
 
     Args:
         run_dir: the folder; None uses none.
-        is_new: whether the folder must still be as `require_new` wants it.
+        is_new: whether the folder must still hold no run.
         n_bytes: size of the checkpoint for which there must be room.
     """
     if run_dir is None:
@@ -72,7 +79,7 @@ def folder_in_use(
         _make(run_dir)
         with _held(run_dir):
             if is_new:
-                require_new(run_dir)
+                _require_no_run(run_dir)
             _require_room(run_dir, n_bytes)
             with _all_or_nothing(run_dir) if is_new else nullcontext():
                 yield

@@ -132,3 +132,10 @@ def test_a_name_that_no_folder_can_have_is_one_sentence(tmp_path):
         "run_dir must be a folder, or a place to make one: File name too long: "
         f"{run_dir}. Choose another run_dir."
     )
+
+
+def test_a_new_run_hears_of_the_run_in_its_folder_before_that_runs_records(tmp_path):
+    with folder_in_use(tmp_path):
+        (tmp_path / "metrics.jsonl").write_text("{}\n")
+        assert fault(tmp_path).startswith(f"another run is writing to {tmp_path}, ")
+    assert fault(tmp_path).startswith(f"{tmp_path} already holds metrics.jsonl")

@@ -1,9 +1,12 @@
 """Where the bytes are: predicted by arithmetic, measured, and cut by recomputing."""
 
 from labkit.memory.allocations import AllocationCount, Event
+from labkit.memory.fakes import faked
 from labkit.memory.heap import first_fit_bytes
+from labkit.memory.leaks import LeakReport, LeakWatch
 from labkit.memory.measure import measure
 from labkit.memory.persistent import STATES, States, persistent
+from labkit.memory.predict import predict
 from labkit.memory.recompute import RECOMPUTE_POLICIES, apply_recompute
 from labkit.memory.report import Instant, MemoryReport
 
@@ -13,10 +16,14 @@ __all__ = [
     "AllocationCount",
     "Event",
     "Instant",
+    "LeakReport",
+    "LeakWatch",
     "MemoryReport",
     "States",
     "apply_recompute",
+    "faked",
     "first_fit_bytes",
     "measure",
     "persistent",
+    "predict",
 ]

@@ -5,6 +5,7 @@ import operator
 import torch
 from jaxtyping import Int, Shaped
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from labkit.config import ModelConfig
 
@@ -28,6 +29,15 @@ def as_whole(value: object) -> int | None:
         return operator.index(value)
     except TypeError:
         return None
+
+
+def has_values(tensor: Shaped[Tensor, "..."]) -> bool:
+    """Return whether a tensor has values to read: neither on meta, nor fake.
+
+    >>> has_values(torch.zeros(1)), has_values(torch.zeros(1, device="meta"))
+    (True, False)
+    """
+    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
 
 
 def require_tokens(tokens: Shaped[Tensor, "..."]) -> None:

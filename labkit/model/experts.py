@@ -8,6 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from labkit.model.checks import has_values
 from labkit.model.linear import has_halves, linear
 from labkit.model.norm import compute_dtype
 
@@ -34,7 +35,7 @@ def dispatch(
     >>> token.tolist(), row.tolist(), ends
     ([0, 1, 0, 1], [[2, 0], [1, 3]], [2, 2, 4])
     """
-    if experts.is_meta:
+    if not has_values(experts):
         return _even_dispatch(experts, n_experts)
     flat = experts.flatten()
     order = flat.argsort(stable=True)

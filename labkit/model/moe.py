@@ -13,6 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from labkit.config import MoEConfig
+from labkit.model.checks import has_values
 from labkit.model.experts import Experts
 from labkit.model.linear import linear
 from labkit.model.mlp import MLP
@@ -115,8 +116,8 @@ class MoE(nn.Module):
 def expert_load(
     experts: Int[Tensor, "b s k"], n_routed_experts: int
 ) -> Int[Tensor, "e"]:
-    """Return how many tokens visit each expert; on meta, nobody knows."""
-    if experts.is_meta:
+    """Return how many tokens visit each expert; without values, nobody knows."""
+    if not has_values(experts):
         return experts.new_empty(n_routed_experts)
     return torch.bincount(experts.flatten(), minlength=n_routed_experts)
 

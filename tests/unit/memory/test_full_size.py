@@ -13,7 +13,6 @@ from labkit.memory.fakes import faked
 from labkit.memory.kept_attention import rotations
 from labkit.memory.playback import kept_by_part
 from labkit.memory.tape import Pass
-from labkit.model import experts
 from labkit.model.transformer import Block
 
 V3 = PRESETS["v3-671b"]
@@ -21,14 +20,9 @@ LOCAL = replace(V3.moe, n_routed_experts=32, n_expert_groups=1, n_limited_groups
 """The experts of one rank of eight."""
 
 
-def even(chosen, n_experts, *, multiple=1):
-    return experts._even_dispatch(chosen, n_experts)
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("unchecked")  # operators by the ten thousand
-def test_an_moe_layer_of_4096_tokens_keeps_the_predicted_bytes(monkeypatch):
-    monkeypatch.setattr(experts, "dispatch", even)  # fake tensors choose no experts
+def test_an_moe_layer_of_4096_tokens_keeps_the_predicted_bytes():
     cfg, bf16 = replace(V3, moe=LOCAL), torch.bfloat16
     step = Pass(batch=1, seq_len=4096, weights=bf16, compute=bf16, n_rows=8 * 4096)
     with torch.device("meta"):

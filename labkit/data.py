@@ -1,10 +1,13 @@
 """The one door to `data/`: facts as files, each row with its source.
 
-Both install routes are editable, so the folder is found beside the package.
+Both install routes are editable, so the folder is found beside the package. What a
+program makes, and can make again, goes into the user's cache folder instead.
 """
 
 import csv
 import json
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -44,3 +47,24 @@ def read_json(*parts: str) -> dict[str, Any]:
     256
     """
     return json.loads(data_path(*parts).read_text(encoding="utf-8"))
+
+
+def cache_folder() -> Path:
+    """Return where this platform keeps files that a program can make again.
+
+    Raises:
+        FileNotFoundError: the user has no home.
+    """
+    try:
+        if sys.platform == "darwin":
+            base = Path.home() / "Library" / "Caches"
+        elif sys.platform == "win32":
+            local = os.environ.get("LOCALAPPDATA")
+            base = Path(local or Path.home() / "AppData" / "Local")
+        else:
+            base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError as error:
+        raise FileNotFoundError(
+            f"there is no folder for caches: {error} Set HOME to a folder."
+        ) from error
+    return base / "labkit"

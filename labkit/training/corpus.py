@@ -9,9 +9,7 @@ several processes share one copy.
 
 import hashlib
 import logging
-import os
 import platform
-import sys
 import sysconfig
 import tempfile
 from dataclasses import dataclass, field
@@ -23,6 +21,7 @@ import torch
 from jaxtyping import Int, UInt8
 from torch import Tensor
 
+from labkit.data import cache_folder
 from labkit.training.documents import (
     Found,
     Piece,
@@ -197,27 +196,6 @@ def decode(tokens: Int[Tensor, "s"]) -> str:
     'naïve'
     """
     return bytes(tokens.tolist()).decode("utf-8", errors="replace")
-
-
-def cache_folder() -> Path:
-    """Return where this platform keeps files that a program can make again.
-
-    Raises:
-        FileNotFoundError: the user has no home.
-    """
-    try:
-        if sys.platform == "darwin":
-            base = Path.home() / "Library" / "Caches"
-        elif sys.platform == "win32":
-            local = os.environ.get("LOCALAPPDATA")
-            base = Path(local or Path.home() / "AppData" / "Local")
-        else:
-            base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError as error:
-        raise FileNotFoundError(
-            f"there is no folder for caches: {error} Set HOME to a folder."
-        ) from error
-    return base / "labkit"
 
 
 def _share_out(name: str, found: Found, *, folder: Path | None) -> _Text:

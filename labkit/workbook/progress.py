@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from labkit.training.corpus import cache_folder
+from labkit.data import cache_folder
 from labkit.workbook.display import show_line
 
 FILE = "progress.json"

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from labkit.training.corpus import cache_folder
+from labkit.data import cache_folder
 from labkit.workbook import exercise
 from labkit.workbook.progress import Progress
 

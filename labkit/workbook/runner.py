@@ -14,6 +14,7 @@ import atexit
 import os
 import re
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -162,8 +163,11 @@ async def _run_cells(client: NotebookClient) -> None:
 def _execute(client: NotebookClient, path: Path) -> str:
     """Run all cells; return the failure in one line, or ""."""
     try:
-        with asyncio.Runner(loop_factory=_Loop) as runner:
-            runner.run(_run_cells(client))
+        if _is_in_a_loop():
+            with ThreadPoolExecutor(max_workers=1) as beside:
+                beside.submit(_run_in_a_loop, client).result()
+        else:
+            _run_in_a_loop(client)
     except CellExecutionError as error:
         return f"{path.name}: {error.ename}: {_first_line(error.evalue)}"
     except CellTimeoutError as error:
@@ -171,6 +175,20 @@ def _execute(client: NotebookClient, path: Path) -> str:
     except DeadKernelError:
         return f"{path.name}: the kernel died (out of memory?)"
     return ""
+
+
+def _run_in_a_loop(client: NotebookClient) -> None:
+    with asyncio.Runner(loop_factory=_Loop) as runner:
+        runner.run(_run_cells(client))
+
+
+def _is_in_a_loop() -> bool:
+    """Return whether this thread runs one already, as a notebook's does."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _first_line(text: str) -> str:

@@ -1,5 +1,6 @@
 """Executing and storing notebooks: the same bytes each time, nothing that varies."""
 
+import asyncio
 import json
 import re
 import shutil
@@ -26,6 +27,19 @@ def test_executing_twice_gives_the_same_bytes(sample, tmp_path):
 
     assert not save(execute(path))
     assert path.read_bytes() == before
+
+
+def test_a_notebook_executes_beside_a_running_loop(tmp_path):
+    path = tmp_path / "one.ipynb"
+    nbformat.write(new_notebook(cells=[new_code_cell("1 + 1")]), path)
+
+    async def run() -> Run:
+        return execute(path)
+
+    done = asyncio.run(run())
+
+    assert done.error == ""
+    assert done.notebook.cells[0].outputs[0].data["text/plain"] == "2"
 
 
 def test_a_stored_notebook_holds_nothing_of_its_run(sample):

@@ -2,7 +2,6 @@
 
 import random
 from collections import deque
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -10,10 +9,7 @@ import torch
 from torch import nn
 
 from labkit.config import PRESETS, GQAConfig, MLAConfig, ModelConfig, MoEConfig
-from labkit.memory.leaks import LeakReport, LeakWatch
 from labkit.model import LatentCache, Transformer, generate
-
-N_STEPS = 9
 
 
 @pytest.fixture(autouse=True)
@@ -22,14 +18,6 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-def watch(model: nn.Module, step: Callable[[], object]) -> LeakReport:
-    with LeakWatch(model) as leak_watch:
-        for _ in range(N_STEPS):
-            step()
-            leak_watch.end_step()
-    return leak_watch.report()
 
 
 def drawn_config(draw: random.Random) -> ModelConfig:
@@ -105,7 +93,7 @@ class CleanRun:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("unchecked")  # they take minutes otherwise
-def test_a_hundred_clean_runs_are_not_accused():
+def test_a_hundred_clean_runs_are_not_accused(watch):
     accused = {}
     for seed in range(100):
         run = CleanRun(seed)
@@ -118,7 +106,7 @@ def test_a_hundred_clean_runs_are_not_accused():
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.usefixtures("unchecked")  # they take minutes otherwise
-def test_the_same_runs_with_a_leak_are_accused(seed):
+def test_the_same_runs_with_a_leak_are_accused(seed, watch):
     run, kept = CleanRun(seed), []
 
     def step() -> None:

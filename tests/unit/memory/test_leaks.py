@@ -1,7 +1,6 @@
 """Planted leaks are found and named; clean runs, also untidy ones, are not accused."""
 
 from collections import deque
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ from torch import nn
 from labkit.memory.leaks import LeakReport, LeakWatch
 
 N_STEPS = 9
+"""As many as `watch` runs."""
 
 
 @pytest.fixture(autouse=True)
@@ -26,21 +26,13 @@ def model():
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
 
 
-def watch(model: nn.Module, step: Callable[[], object]) -> LeakReport:
-    with LeakWatch(model) as leak_watch:
-        for _ in range(N_STEPS):
-            step()
-            leak_watch.end_step()
-    return leak_watch.report()
-
-
 def only(report: LeakReport) -> tuple[str, str, int]:
     assert len(report.leaks) == 1, str(report)
     leak = report.leaks[0]
     return leak.cause, leak.holder, leak.bytes_per_step
 
 
-def test_a_loss_kept_with_its_graph(model):
+def test_a_loss_kept_with_its_graph(model, watch):
     losses = []
 
     def step() -> None:
@@ -55,7 +47,7 @@ def test_a_loss_kept_with_its_graph(model):
     assert "Keep the number, loss.item()" in str(report)
 
 
-def test_a_sum_of_losses_that_carries_every_graph(model):
+def test_a_sum_of_losses_that_carries_every_graph(model, watch):
     class Meter:
         total = 0.0
 
@@ -67,7 +59,7 @@ def test_a_sum_of_losses_that_carries_every_graph(model):
     assert only(watch(model, step))[:2] == ("graph", "`total` of Meter")
 
 
-def test_a_hook_registered_at_every_step(model):
+def test_a_hook_registered_at_every_step(model, watch):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def step() -> None:
@@ -82,7 +74,7 @@ def test_a_hook_registered_at_every_step(model):
     assert report.leaks[0].grown == "1 hooks"
 
 
-def test_a_hook_that_captures_a_tensor(model):
+def test_a_hook_that_captures_a_tensor(model, watch):
     def step() -> None:
         scale = torch.ones(64)
         model[0].weight.register_hook(lambda gradient: gradient * scale.mean())
@@ -112,7 +104,7 @@ class Cache:
         self.keys = grown
 
 
-def test_a_cache_that_concatenates(model):
+def test_a_cache_that_concatenates(model, watch):
     cache = Cache()
     report = watch(model, lambda: cache.append(torch.ones(2, 3, 4)))
 
@@ -120,7 +112,7 @@ def test_a_cache_that_concatenates(model):
     assert report.leaks[0].grown == "now (2, 27, 4) float32"
 
 
-def test_caches_of_many_layers_are_one_leak(model):
+def test_caches_of_many_layers_are_one_leak(model, watch):
     caches = [Cache(), Cache()]
 
     def step() -> None:
@@ -131,7 +123,7 @@ def test_caches_of_many_layers_are_one_leak(model):
     assert only(watch(model, step)) == ("concatenation", name, 2 * 4 * 2 * 3 * 4)
 
 
-def test_a_cache_that_keeps_graphs_is_one_leak(model):
+def test_a_cache_that_keeps_graphs_is_one_leak(model, watch):
     cache = Cache()
 
     def step() -> None:
@@ -140,7 +132,7 @@ def test_a_cache_that_keeps_graphs_is_one_leak(model):
     assert only(watch(model, step))[:2] == ("graph", "`keys` of Cache")
 
 
-def test_a_cache_that_concatenates_by_hand(model):
+def test_a_cache_that_concatenates_by_hand(model, watch):
     cache = Cache()
 
     def step() -> None:
@@ -149,7 +141,7 @@ def test_a_cache_that_concatenates_by_hand(model):
     assert only(watch(model, step))[:2] == ("concatenation", "`keys` of Cache")
 
 
-def test_a_cache_written_always_at_its_end(model):
+def test_a_cache_written_always_at_its_end(model, watch):
     cache = Cache()
 
     def step() -> None:
@@ -162,14 +154,14 @@ def test_a_cache_written_always_at_its_end(model):
     assert "Start the positions of each batch at 0" in str(report)
 
 
-def test_the_same_cache_written_from_position_0_is_clean(model):
+def test_the_same_cache_written_from_position_0_is_clean(model, watch):
     cache = Cache()
     step = lambda: cache.update(torch.ones(2, 3, 4), torch.arange(3))  # noqa: E731
 
     assert str(watch(model, step)) == "no leak in 9 steps"
 
 
-def test_a_list_of_metrics_that_are_tensors(model):
+def test_a_list_of_metrics_that_are_tensors(model, watch):
     class Monitor:
         def __init__(self) -> None:
             self.history = []
@@ -182,7 +174,7 @@ def test_a_list_of_metrics_that_are_tensors(model):
     assert only(watch(model, step)) == ("container", "`history` of Monitor", 4)
 
 
-def test_a_list_of_results_is_one_leak_whatever_their_parts(model):
+def test_a_list_of_results_is_one_leak_whatever_their_parts(model, watch):
     class Result:
         __slots__ = ("loss", "load")
 
@@ -196,7 +188,7 @@ def test_a_list_of_results_is_one_leak_whatever_their_parts(model):
     assert only(watch(model, step)) == ("container", name, 4 * (1 + 4))
 
 
-def test_a_monitor_that_stands_in_a_list_is_named_with_it(model):
+def test_a_monitor_that_stands_in_a_list_is_named_with_it(model, watch):
     class Monitor:
         def __init__(self) -> None:
             self.history = []
@@ -211,7 +203,7 @@ def test_a_monitor_that_stands_in_a_list_is_named_with_it(model):
     assert only(watch(model, step)) == ("container", holder, 4)
 
 
-def test_a_dictionary_by_step_in_the_model(model):
+def test_a_dictionary_by_step_in_the_model(model, watch):
     model.seen = {}
 
     def step() -> None:
@@ -224,7 +216,7 @@ def test_a_dictionary_by_step_in_the_model(model):
     )
 
 
-def test_closures_that_keep_a_tensor(model):
+def test_closures_that_keep_a_tensor(model, watch):
     callbacks = []
 
     def step() -> None:
@@ -238,7 +230,7 @@ def test_closures_that_keep_a_tensor(model):
     assert holder == "`callbacks` in test_closures_that_keep_a_tensor()"
 
 
-def test_two_leaks_are_two_and_the_larger_comes_first(model):
+def test_two_leaks_are_two_and_the_larger_comes_first(model, watch):
     small, large = [], []
 
     def step() -> None:
@@ -254,7 +246,7 @@ def test_two_leaks_are_two_and_the_larger_comes_first(model):
     assert report.live_bytes == tuple(272 * (step + 1) for step in range(N_STEPS))
 
 
-def test_every_second_step_is_often_enough(model):
+def test_every_second_step_is_often_enough(model, watch):
     snapshots = []
 
     def step() -> None:
@@ -267,13 +259,13 @@ def test_every_second_step_is_often_enough(model):
     assert only(watch(model, step))[0] == "container"
 
 
-def test_a_collection_with_a_length_is_no_leak(model):
+def test_a_collection_with_a_length_is_no_leak(model, watch):
     recent = deque(maxlen=100)
 
     assert watch(model, lambda: recent.append(torch.zeros(4))).leaks == ()
 
 
-def test_state_made_late_for_each_parameter_is_no_leak():
+def test_state_made_late_for_each_parameter_is_no_leak(watch):
     experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(N_STEPS))
     optimizer = torch.optim.AdamW(experts.parameters())
     chosen = iter(experts)
@@ -287,7 +279,7 @@ def test_state_made_late_for_each_parameter_is_no_leak():
     assert watch(experts, step).leaks == ()
 
 
-def test_a_cache_that_has_filled_up_is_no_leak(model):
+def test_a_cache_that_has_filled_up_is_no_leak(model, watch):
     cache = {}
 
     def step() -> None:

@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 
 from labkit.config import ModelConfig
+from labkit.memory.fp8_tape import fp8_tape
 from labkit.memory.kept_attention import attention_tape, rotations
 from labkit.memory.kept_ffn import mlp_tape, moe_tape, padded_rows, padding_multiple
 from labkit.memory.tape import (
@@ -55,13 +56,14 @@ def block_tape(
         if load is not None:
             n_rows = padded_rows(load, padding_multiple(cfg.moe, step))
         ffn = moe_tape(cfg.moe, cfg.dim, step, n_rows=n_rows)
-    # The stream's gradient passes by all of them.
-    for op in (
+    ops = (
         norm(step, "attn_norm", cfg.dim, dtype=stream, kept=(x,)),
         *attention,
         norm(step, "ffn_norm", cfg.dim, dtype=stream, kept=(x,)),
         *_within("ffn", ffn),
-    ):
+    )
+    # The stream's gradient passes by all of them.
+    for op in fp8_tape(ops) if step.cached == "fp8" else ops:
         yield op.beside(x.n_bytes)
 
 

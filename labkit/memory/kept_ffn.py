@@ -12,6 +12,7 @@ from labkit.memory.tape import (
     Op,
     Pass,
     activation,
+    fp8_copies,
     linear,
     shared_gradient,
 )
@@ -62,7 +63,9 @@ def moe_tape(
     yield from _experts(moe, dim, step, round(n_rows))
     if moe.n_shared_experts:
         widths = (dim, moe.n_shared_experts * moe.moe_inter_dim)
-        for op in mlp_tape(widths, step, keeps_input=False):
+        # Else the router kept it, or the routed experts, unless these had it sent.
+        keeps_input = step.ep > 1 and step.compute != torch.float32
+        for op in mlp_tape(widths, step, keeps_input=keeps_input):
             yield op._replace(module=f"shared_experts.{op.module}".rstrip("."))
 
 
@@ -117,6 +120,9 @@ def _experts(moe: MoEConfig, dim: int, step: Pass, n_rows: int) -> Iterator[Op]:
     rows = 2 * n_rows * dim + max(round(block), step.n_tokens * dim)
     at_input = step.n_tokens * dim * (2 if step.is_mixed else 1) * dtype.itemsize
     working = rows * dtype.itemsize + at_input
+    if step.cached == "fp8":
+        at_rows = n_rows * dim * dtype.itemsize
+        working += fp8_copies(at_rows, at_rows)
     if not step.is_mixed:
         yield Op("experts", tuple(kept), n_weights * dtype.itemsize, working)
         return

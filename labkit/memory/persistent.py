@@ -101,7 +101,11 @@ STATES: Mapping[str, States] = MappingProxyType(
     }
 )
 """States by name: those of `Trainer`, 16 bytes per parameter; Megatron's BF16
-training, 18; DeepSeek-V3's report with BF16 weights, 14, and with FP8 weights, 13."""
+training, 18; DeepSeek-V3's report with BF16 weights, 14, and with FP8 weights, 13.
+
+The report names the dtypes of all but the weights that last between two steps; FP8
+ones, with a scale a block, are what its products read and what its checkpoint holds.
+A transposed copy of them, which some kernels want, is not counted."""
 
 
 def persistent(

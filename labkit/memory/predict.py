@@ -15,6 +15,7 @@ from typing import Literal
 import torch
 
 from labkit.config import Layout, ModelConfig, TrainConfig
+from labkit.hardware import ACCELERATORS
 from labkit.memory.activations import Load, bytes_by_module
 from labkit.memory.measure import AFTER_BACKWARD, BACKWARD, FORWARD, OPTIMIZER
 from labkit.memory.persistent import (
@@ -41,7 +42,7 @@ def predict(  # noqa: PLR0913, each decides alone
     cfg: ModelConfig,
     train: TrainConfig,
     layout: Layout | None = None,
-    device: Literal["cpu", "gpu"] = "cpu",
+    device: str = "cpu",
     *,
     recompute: str | Sequence[str] = "none",
     zero: int = 0,
@@ -51,6 +52,7 @@ def predict(  # noqa: PLR0913, each decides alone
     routing: Literal["paper", "physical"] = "physical",
     imbalance: float = 1.0,
     load: Load | None = None,
+    cached: Literal["compute", "fp8"] = "compute",
 ) -> MemoryReport:
     """Return what a rank holds over a step of training that is not its first.
 
@@ -69,7 +71,8 @@ def predict(  # noqa: PLR0913, each decides alone
         cfg: the model.
         train: batch, sequence and precision; BF16 weights compute in BF16.
         layout: degrees of parallelism; None is one rank alone.
-        device: whose kernels run.
+        device: whose kernels run: "cpu", "gpu", or the name of an accelerator of
+            `labkit.hardware`, which means those of a GPU.
         recompute: the policy, as for `apply_recompute`.
         zero: as for `persistent`.
         states: dtypes of what lasts.
@@ -80,6 +83,9 @@ def predict(  # noqa: PLR0913, each decides alone
         load: tokens of each expert in a micro-batch, a row per router, as
             `LossParts.load.tolist()` gives it; None takes even routing. For one
             rank alone.
+        cached: how linear layers in blocks keep what they read: as they compute, or
+            "fp8" as DeepSeek-V3 does, which `fp8_tape` describes. That takes BF16
+            products, and is arithmetic on any device: no kernel here does it yet.
 
     >>> from labkit.config import PRESETS
     >>> report = predict(PRESETS["tiny"], TrainConfig(micro_batch=4))
@@ -87,8 +93,9 @@ def predict(  # noqa: PLR0913, each decides alone
     ('backward', '82 MiB')
 
     Raises:
-        ValueError: the layout, the schedule or the policy does not fit the model, or
-            a load is given for several ranks.
+        ValueError: the layout, the schedule or the policy does not fit the model, no
+            device has this name, FP8 is to be kept of FP32, or a load is given for
+            several ranks.
     """
     layout = layout or Layout()
     if load is not None and layout.n_ranks > 1:
@@ -97,6 +104,8 @@ def predict(  # noqa: PLR0913, each decides alone
             f"{layout.n_ranks} ranks. Leave load out, and give imbalance instead."
         )
     step = rank_pass(cfg, train, layout, device, states=states)
+    if cached != "compute":
+        step = replace(step, cached=cached)
     if layout.n_ranks > 1 or routing != "physical" or imbalance != 1:
         step = with_rows(cfg, step, layout, routing=routing, imbalance=imbalance)
     ranks = _Ranks(
@@ -111,14 +120,14 @@ def rank_pass(
     cfg: ModelConfig,
     train: TrainConfig,
     layout: Layout,
-    device: Literal["cpu", "gpu"],
+    device: str,
     *,
     states: States,
 ) -> Pass:
     """Return a rank's pass over a micro-batch, of which context ranks take a part each.
 
     Raises:
-        ValueError: `cp` does not divide the sequence.
+        ValueError: `cp` does not divide the sequence, or no device has this name.
     """
     if train.seq_len % layout.cp:
         raise ValueError(
@@ -132,8 +141,27 @@ def rank_pass(
         seq_len=train.seq_len // layout.cp,
         weights=torch.float32 if is_exact else torch.bfloat16,
         compute=DTYPES[train.precision] if is_exact else torch.bfloat16,
-        device=device,
+        device=kernels_of(device),
         ep=layout.ep,
+    )
+
+
+def kernels_of(device: str) -> Literal["cpu", "gpu"]:
+    """Return whose kernels run on a device.
+
+    >>> kernels_of("cpu"), kernels_of("H800")
+    ('cpu', 'gpu')
+
+    Raises:
+        ValueError: it is neither of these, nor an accelerator's name.
+    """
+    if device == "cpu":
+        return "cpu"
+    if device == "gpu" or device.lower() in ACCELERATORS:
+        return "gpu"
+    raise ValueError(
+        f"device must be 'cpu', 'gpu' or one of {', '.join(ACCELERATORS)}; got "
+        f"{device!r}. Set device='gpu', or add a row to data/hardware.csv."
     )
 
 

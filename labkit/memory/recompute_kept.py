@@ -35,6 +35,7 @@ SELECTIVE: Mapping[str, frozenset[str]] = {
     "ffn.gate": ALL,
     "ffn.experts": READ,
     "ffn.shared_experts": frozenset({"silu"}),
+    "ffn.shared_experts.w1": READ,
     "ffn.shared_experts.w2": READ,
     "enorm": INSIDE_NORM,
     "hnorm": INSIDE_NORM,

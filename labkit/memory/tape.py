@@ -18,6 +18,26 @@ EXACT_BYTES = 4
 
 INDEX_BYTES = 8
 
+FP8_TILE = 128
+"""Values that share a scale: channels of a token, or tokens of a channel."""
+
+E4M3_BITS, E5M6_BITS = 8, 12
+
+BF16_BYTES = 2
+
+NEVER_FP8 = ("head", "eh_proj")
+"""Linear layers outside blocks, which compute in BF16 always (DeepSeek-V3, 3.3.1)."""
+
+
+def fp8_bytes(n_bytes: int, *, bits: int = E4M3_BITS) -> int:
+    """Return what a BF16 tensor takes in tiles of so many bits, scales in FP32.
+
+    >>> fp8_bytes(2 * 128), fp8_bytes(2 * 128, bits=E5M6_BITS)
+    (132, 196)
+    """
+    n_values = n_bytes // BF16_BYTES
+    return -(-n_values * bits // 8) + -(-n_values // FP8_TILE) * EXACT_BYTES
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pass:
@@ -44,9 +64,19 @@ class Pass:
     """Ranks that experts are spread over; above 1, copies of tokens are sent to them,
     and what arrives is kept."""
 
+    cached: Literal["compute", "fp8"] = "compute"
+    """How inputs of linear layers in blocks are kept: as they are, or in FP8, in which
+    these layers then compute; see `fp8_tape`."""
+
     def __post_init__(self) -> None:
         require_whole(named(self, "batch", "seq_len", "ep"))
         require_choice(named(self, "device"), ("cpu", "gpu"))
+        require_choice(named(self, "cached"), ("compute", "fp8"))
+        if self.cached == "fp8" and self.compute != torch.bfloat16:
+            raise ValueError(
+                "cached='fp8' narrows what a BF16 model keeps; got products in "
+                f"{self.compute}. Set precision='bf16', or cached='compute'."
+            )
         if self.weights != self.compute and self.weights != torch.float32:
             raise ValueError(
                 "autocast computes in a dtype narrower than the weights'; got weights "
@@ -131,10 +161,25 @@ def linear(
     n_weights = widths[0] * widths[1]
     gradient, copy = (n_weights * x.itemsize for x in (step.weights, step.compute))
     given, wanted = (step.n_tokens * width * step.compute.itemsize for width in widths)
+    if step.cached == "fp8" and module not in NEVER_FP8:
+        beside += fp8_copies(given, wanted)
     if step.is_mixed:
         yield Op(module, (), gradient, given + beside)
         kept = (Kept("weight", copy, "casts"), *kept)
     yield Op(module, tuple(kept), copy, given + wanted + beside)
+
+
+def fp8_copies(given: int, wanted: int) -> int:
+    """Return the bytes of what a product's backward computes with in FP8.
+
+    That is its input in tiles of tokens, and its result's gradient in tiles of
+    channels and of tokens: both products of the backward sum within a tile.
+
+    Args:
+        given: bytes of the input in BF16.
+        wanted: bytes of the result in BF16.
+    """
+    return fp8_bytes(given) + 2 * fp8_bytes(wanted)
 
 
 def norm(

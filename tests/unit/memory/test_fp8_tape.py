@@ -2,12 +2,13 @@
 
 from collections import Counter
 
+import pytest
 import torch
 
 from labkit.config import PRESETS
 from labkit.memory.activations import block_tape
-from labkit.memory.fp8_tape import fp8_bytes, fp8_tape
-from labkit.memory.tape import Op, Pass
+from labkit.memory.fp8_tape import fp8_tape
+from labkit.memory.tape import Op, Pass, fp8_bytes
 
 V3 = PRESETS["v3-671b"]
 N = 1024
@@ -19,7 +20,7 @@ def kept(ops: list[Op]) -> Counter[tuple[str, str]]:
     )
 
 
-def layer(*, is_dense: bool, ep: int = 1) -> list[Op]:
+def layer(*, is_dense: bool, ep: int = 1, cached: str = "compute") -> list[Op]:
     bf16 = torch.bfloat16
     step = Pass(
         batch=1,
@@ -29,6 +30,7 @@ def layer(*, is_dense: bool, ep: int = 1) -> list[Op]:
         device="gpu",
         n_rows=8 * N,
         ep=ep,
+        cached=cached,
     )
     return list(block_tape(V3, step, is_dense=is_dense, stream=bf16))
 
@@ -71,3 +73,33 @@ def test_routers_and_norms_stay_as_they_are():
         for name in before:
             if name[0] == module:
                 assert after[name] == before[name]
+
+
+@pytest.mark.parametrize("is_dense", [True, False])
+def test_a_pass_that_caches_in_fp8_keeps_the_same(is_dense):
+    narrowed = kept(list(fp8_tape(layer(is_dense=is_dense, ep=8))))
+
+    assert kept(layer(is_dense=is_dense, ep=8, cached="fp8")) == narrowed
+
+
+def test_products_in_fp8_need_copies_while_their_backward_runs():
+    before, after = (
+        {op.module: op.working_bytes for op in layer(is_dense=True, cached=cached)}
+        for cached in ("compute", "fp8")
+    )
+    hidden, dim = N * 18_432, N * 7168
+    product = 2 * hidden  # computed again, in BF16
+    copies = (hidden + 2 * dim) * 33 // 32
+
+    assert after["ffn.w2"] - before["ffn.w2"] == product + copies
+    assert after["attn_norm"] == before["attn_norm"]
+
+
+def test_what_computes_in_fp32_has_nothing_to_narrow():
+    with pytest.raises(ValueError) as error:
+        Pass(batch=1, seq_len=8, cached="fp8")
+
+    assert str(error.value) == (
+        "cached='fp8' narrows what a BF16 model keeps; got products in torch.float32. "
+        "Set precision='bf16', or cached='compute'."
+    )

@@ -237,6 +237,89 @@ def test_a_load_is_refused_for_several_ranks():
     )
 
 
+V3 = PRESETS["v3-671b"]
+MANY = Layout(pp=16, dp=128, ep=64)
+PRETRAIN = TrainConfig(
+    global_batch=15_360, micro_batch=1, seq_len=4096, precision="bf16"
+)
+
+
+E4M3, E5M6 = 2 - 33 / 32, 2 - 49 / 32
+"""Bytes a value that a copy in tiles takes less than one in BF16."""
+
+IN_FP8 = {
+    "queries and latents": (7168 + 1536 + 512) * E4M3,
+    "output": 128 * 128 * E5M6,
+    "shared input": 7168 * E4M3,
+    "SwiGLU reads": (8 + 1) * 2 * 2048 * E4M3,
+    "SwiGLU makes": 2 * 2048 * 2,
+}
+"""Bytes that a token of a layer with experts takes less, where all of it is kept."""
+
+SENT = 8 * 7168 * E4M3
+
+
+@pytest.mark.parametrize(
+    ("policy", "saved", "sent"),
+    [
+        ("none", sum(IN_FP8.values()), SENT),
+        ("full", 0, 0),
+        ("every_k", 3 / 4 * sum(IN_FP8.values()), 3 / 4 * SENT),
+        ("selective", IN_FP8["output"] + IN_FP8["SwiGLU reads"], SENT),
+        (
+            "attention",
+            sum(IN_FP8.values()) - IN_FP8["queries and latents"] - IN_FP8["output"],
+            SENT,
+        ),
+        ("moe", IN_FP8["queries and latents"] + IN_FP8["output"], 0),
+    ],
+)
+def test_fp8_saves_of_what_each_policy_keeps(policy, saved, sent):
+    options = {"recompute": policy, "states": STATES["deepseek-v3-fp8"]}
+    plain, narrow = (
+        predict(V3, PRETRAIN, MANY, "h800", cached=cached, **options)
+        for cached in ("compute", "fp8")
+    )
+    before, after = (
+        last(report.by_stage[1], "end of forward") for report in (plain, narrow)
+    )
+    n = 15 * 4 * 4096  # micro-batches of the second stage, its layers, tokens
+
+    assert before["activations"] - after["activations"] == n * saved
+    assert before.get("dispatch", 0) - after.get("dispatch", 0) == n * sent
+    assert last(plain, "optimizer") == last(narrow, "optimizer")
+
+
+def test_full_recompute_in_fp8_brings_back_what_is_kept_without():
+    def first_stage(policy):
+        report = predict(
+            V3,
+            replace(PRETRAIN, global_batch=1),
+            Layout(pp=16),
+            "gpu",
+            recompute=policy,
+            states=STATES["deepseek-v3-fp8"],
+            cached="fp8",
+        )
+        return last(report.by_stage[1], "backward")
+
+    none, full = first_stage("none"), first_stage("full")
+    inputs = 3 * 2 * 4096 * 7168  # of the layers that the backward has not reached
+
+    assert full["activations"] < none["activations"] / 3.5 + inputs
+    assert full["temporaries"] == none["temporaries"]
+
+
+def test_an_accelerator_runs_the_kernels_of_a_gpu():
+    assert predict(TINY, TRAIN, device="H800") == predict(TINY, TRAIN, device="gpu")
+
+
+def test_an_unknown_device_is_named():
+    message = "device must be 'cpu', 'gpu' or one of v100, .*; got 'tpu'. Set device='g"
+    with pytest.raises(ValueError, match=message):
+        predict(TINY, TRAIN, device="tpu")
+
+
 def test_context_ranks_take_equal_parts_of_the_sequence():
     with pytest.raises(ValueError) as error:
         predict(TINY, TRAIN, Layout(cp=6))

@@ -78,3 +78,11 @@ def test_ranks_make_gradients_of_the_weights_they_hold():
     assert gradients["ffn.experts"] == 2 * 32 * 3 * 7168 * 2048
     assert gradients["attn.wo"] == 2 * 128 * 128 * 7168 // 2
     assert gradients["attn.wq_a"] == 2 * 7168 * 1536
+
+
+def test_shared_experts_keep_their_input_where_the_routed_ones_have_it_sent():
+    alone, spread = kept(layer(Layout())), kept(layer(LAYOUT))
+
+    assert spread["ffn.shared_experts.w1", "input"] == 4096 * 7168 * 2
+    assert alone["ffn.experts", "input"] == 4096 * 7168 * 2
+    assert ("ffn.shared_experts.w1", "input") not in alone

@@ -5,6 +5,7 @@ from labkit.memory.fakes import faked
 from labkit.memory.heap import first_fit_bytes
 from labkit.memory.leaks import LeakReport, LeakWatch
 from labkit.memory.measure import measure
+from labkit.memory.overheads import Overheads, fits, overheads
 from labkit.memory.persistent import STATES, States, persistent
 from labkit.memory.predict import predict
 from labkit.memory.recompute import RECOMPUTE_POLICIES, apply_recompute
@@ -19,11 +20,14 @@ __all__ = [
     "LeakReport",
     "LeakWatch",
     "MemoryReport",
+    "Overheads",
     "States",
     "apply_recompute",
     "faked",
     "first_fit_bytes",
+    "fits",
     "measure",
+    "overheads",
     "persistent",
     "predict",
 ]

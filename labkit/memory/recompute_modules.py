@@ -16,7 +16,6 @@ from labkit.model.linear import Linear
 from labkit.model.mlp import MLP
 from labkit.model.moe import MoE, Router, Routing
 from labkit.model.norm import RMSNorm
-from labkit.model.rope import rotate
 from labkit.model.transformer import Block, MTPModule
 
 
@@ -114,23 +113,14 @@ class SelectiveMLA(Recomputing, MLA):
         Float[Tensor, "b h s q"], Float[Tensor, "b h s q"], Float[Tensor, "b h s u"]
     ]:
         """Return each head's queries, keys and values, as the plain layer does."""
-        mla, heads = self.mla, (self.mla.n_heads, -1)
-        if mla.q_lora_rank is None:
+        if self.mla.q_lora_rank is None:
             q = self.wq(compressed)
         else:
             q = self.wq_b(self.q_norm(compressed))
-        q = q.unflatten(-1, heads)
-        q_nope, q_pe = q.split([mla.qk_nope_head_dim, mla.qk_rope_head_dim], dim=-1)
-        latent, k_pe = self._split_entries(entries)
-        kv = self.wkv_b(self.kv_norm(latent)).unflatten(-1, heads)
-        k_nope, v = kv.split([mla.qk_nope_head_dim, mla.v_head_dim], dim=-1)
-        q_pe, k_pe = rotate(q_pe, turns), rotate(k_pe.unsqueeze(-2), turns)
-        k_pe = k_pe.expand(-1, -1, mla.n_heads, -1)
-        q = torch.cat((q_nope.transpose(1, 2), q_pe.transpose(1, 2)), dim=-1)
-        k = torch.cat((k_nope.transpose(1, 2), k_pe.transpose(1, 2)), dim=-1)
+        parts = self.split_queries(q, turns) + self.split_latents(entries, turns)
+        q, k, v = self.per_head(*parts)
         # Copied here, if the core would: a copy made there would be kept.
-        v = v.transpose(1, 2).flatten(0, 1).unflatten(0, q.shape[:2])
-        return q, k, v
+        return q, k, v.flatten(0, 1).unflatten(0, q.shape[:2])
 
 
 class SelectiveMLP(Recomputing, MLP):

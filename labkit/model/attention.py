@@ -84,20 +84,30 @@ class MLA(nn.Module):
         self, x: Float[Tensor, "b s d"], turns: Complex[Tensor, "*b s r"]
     ) -> tuple[Float[Tensor, "b s h n"], Float[Tensor, "b s h p"]]:
         """Return each head's query: the part without, and the part with, RoPE."""
-        mla = self.mla
-        if mla.q_lora_rank is None:
-            q = self.wq(x)
-        else:
-            q = self.wq_b(self.q_norm(self.wq_a(x)))
-        q = q.unflatten(-1, (mla.n_heads, mla.qk_head_dim))
-        q_nope, q_pe = q.split([mla.qk_nope_head_dim, mla.qk_rope_head_dim], dim=-1)
+        if self.mla.q_lora_rank is None:
+            return self.split_queries(self.wq(x), turns)
+        return self.split_queries(self.wq_b(self.q_norm(self.wq_a(x))), turns)
+
+    def split_queries(
+        self, q: Float[Tensor, "b s w"], turns: Complex[Tensor, "*b s r"]
+    ) -> tuple[Float[Tensor, "b s h n"], Float[Tensor, "b s h p"]]:
+        """Return the two parts of each head's query, the second one rotated."""
+        q = q.unflatten(-1, (self.mla.n_heads, -1))
+        widths = [self.mla.qk_nope_head_dim, self.mla.qk_rope_head_dim]
+        q_nope, q_pe = q.split(widths, dim=-1)
         return q_nope, rotate(q_pe, turns)
 
     def latents(
         self, x: Float[Tensor, "b s d"], turns: Complex[Tensor, "*b s r"]
     ) -> tuple[Float[Tensor, "b s c"], Float[Tensor, "b s p"]]:
         """Return what the cache keeps: the normed latent and the rotated key."""
-        latent, k_pe = self._split_entries(self.wkv_a(x))
+        return self.split_latents(self.wkv_a(x), turns)
+
+    def split_latents(
+        self, entries: Float[Tensor, "b s w"], turns: Complex[Tensor, "*b s r"]
+    ) -> tuple[Float[Tensor, "b s c"], Float[Tensor, "b s p"]]:
+        """Return the latent of projected tokens, normed, and their key, rotated."""
+        latent, k_pe = self._split_entries(entries)
         return self.kv_norm(latent), rotate(k_pe.unsqueeze(-2), turns).squeeze(-2)
 
     def expanded(
@@ -109,6 +119,20 @@ class MLA(nn.Module):
         mask: Bool[Tensor, "b s t"] | None = None,
     ) -> Float[Tensor, "b s h u"]:
         """Return each head's output, with keys and values expanded per head."""
+        q, k, v = self.per_head(q_nope, q_pe, latent, k_pe)
+        out = attend(q, k, v, scale=self.softmax_scale, mask=mask)
+        return out.transpose(1, 2)
+
+    def per_head(
+        self,
+        q_nope: Float[Tensor, "b s h n"],
+        q_pe: Float[Tensor, "b s h p"],
+        latent: Float[Tensor, "b t c"],
+        k_pe: Float[Tensor, "b t p"],
+    ) -> tuple[
+        Float[Tensor, "b h s q"], Float[Tensor, "b h t q"], Float[Tensor, "b h t u"]
+    ]:
+        """Return the queries, keys and values of each head."""
         mla = self.mla
         kv = self.wkv_b(latent).unflatten(-1, (mla.n_heads, -1))
         k_nope, v = kv.split([mla.qk_nope_head_dim, mla.v_head_dim], dim=-1)
@@ -116,8 +140,7 @@ class MLA(nn.Module):
         # Heads go before positions here, where the parts are copied anyway.
         q = torch.cat((q_nope.transpose(1, 2), q_pe.transpose(1, 2)), dim=-1)
         k = torch.cat((k_nope.transpose(1, 2), shared), dim=-1)
-        out = attend(q, k, v.transpose(1, 2), scale=self.softmax_scale, mask=mask)
-        return out.transpose(1, 2)
+        return q, k, v.transpose(1, 2)
 
     def absorbed(
         self,

@@ -1,7 +1,8 @@
 """The ledger of popular claims, and what this book found about each.
 
 `data/claims.csv` is the ledger. A notebook settles a claim with a verdict that it has
-computed; the ledger must say the same, so that neither can drift from the other.
+computed; the ledger must say the same, so that neither can drift from the other. A
+claim of several parts, which several notebooks settle, has a row for each of them.
 """
 
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ class Claim:
     """As articles put it."""
 
     notebook: str
-    """The notebook that settles it."""
+    """The notebook that settles it, or a part of it."""
 
     verdict: str
     """One of `VERDICTS`, or "open"."""
@@ -50,19 +51,20 @@ def ledger() -> list[Claim]:
     return [Claim(**row) for row in read_rows("claims.csv")]
 
 
-def find(claim_id: str) -> Claim:
-    """Return one claim.
+def find(claim_id: str) -> list[Claim]:
+    """Return the rows of one claim, one for each notebook that settles a part of it.
 
     Raises:
         ValueError: the ledger has no such claim.
     """
-    claims = {claim.id: claim for claim in ledger()}
-    if claim_id not in claims:
+    claims = ledger()
+    found = [claim for claim in claims if claim.id == claim_id]
+    if not found:
         raise ValueError(
             f"no claim has the id {claim_id!r}. data/claims.csv has: "
-            f"{', '.join(claims)}."
+            f"{', '.join(dict.fromkeys(claim.id for claim in claims))}."
         )
-    return claims[claim_id]
+    return found
 
 
 def settle(claim_id: str, verdict: str, figure: str) -> Shown:
@@ -77,16 +79,18 @@ def settle(claim_id: str, verdict: str, figure: str) -> Shown:
     Raises:
         ValueError: not a verdict, or not what the ledger says.
     """
-    claim = find(claim_id)
+    rows = find(claim_id)
+    claim = rows[0]
     if verdict not in VERDICTS:
         raise ValueError(
             f"a verdict is one of {', '.join(map(repr, VERDICTS))}; got {verdict!r}."
         )
-    if (claim.verdict, claim.figure) != (verdict, figure):
+    if all((row.verdict, row.figure) != (verdict, figure) for row in rows):
+        says = " or ".join(f"{row.verdict!r}, {row.figure!r}" for row in rows)
         raise ValueError(
             f"the ledger and the notebook must agree on {claim_id}: data/claims.csv "
-            f"says {claim.verdict!r}, {claim.figure!r}; the notebook found "
-            f"{verdict!r}, {figure!r}. Correct whichever is wrong."
+            f"says {says}; the notebook found {verdict!r}, {figure!r}. Correct "
+            "whichever is wrong."
         )
     line = f"{VERDICTS[verdict]} {verdict} · “{claim.claim}” · {figure}"
     page = (

@@ -12,7 +12,7 @@ LEDGER = claims.ledger()
 
 
 def by_id(claim):
-    return claim.id
+    return f"{claim.id}-{claim.notebook[:2]}"
 
 
 def resolve(name):
@@ -24,12 +24,13 @@ def resolve(name):
     return found
 
 
-def test_the_ledger_holds_the_27_claims_once_each():
-    ids = [claim.id for claim in LEDGER]
+def test_the_ledger_holds_the_27_claims_once_for_each_notebook():
+    places = [(claim.id, claim.notebook) for claim in LEDGER]
+    texts = {(claim.id, claim.claim) for claim in LEDGER}
 
-    assert len(ids) == 27
-    assert len(set(ids)) == 27
-    assert ids[0] == "size-5.4tb"
+    assert len(set(places)) == len(places)
+    assert len({claim.id for claim in LEDGER}) == len(texts) == 27
+    assert LEDGER[0].id == "size-5.4tb"
 
 
 @pytest.mark.parametrize("claim", LEDGER, ids=by_id)
@@ -74,6 +75,16 @@ def test_a_notebook_that_finds_something_else_fails(monkeypatch):
         "the ledger and the notebook must agree on size: data/claims.csv says 'wrong', "
         "'1 byte'; the notebook found 'right', '1 byte'. Correct whichever is wrong."
     )
+
+
+def test_each_notebook_settles_its_part_of_a_claim(monkeypatch):
+    rows = [settled(), settled(notebook="02_memory_anatomy", verdict="only if")]
+    monkeypatch.setattr(claims, "ledger", lambda: rows)
+
+    assert lab.settle("size", "wrong", "1 byte").text.startswith("✗ wrong")
+    assert lab.settle("size", "only if", "1 byte").text.startswith("◐ only if")
+    with pytest.raises(ValueError, match="says 'wrong', '1 byte' or 'only if', '1"):
+        lab.settle("size", "right", "1 byte")
 
 
 def test_only_four_verdicts_exist():

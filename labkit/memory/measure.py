@@ -74,14 +74,13 @@ def measure(
     >>> report.by_part["activations"], report.by_module
     (32, {'1': 32})
     """
-    watch = _StepWatch(model)
+    watch = StepWatch(model)
     if optimizer is not None:
         watch.take_optimizer(optimizer)
-    kept = saved_tensors_hooks(watch.keep, lambda tensor: tensor)
     try:
-        with watch.hooks(), kept, watch:
+        with watch.watching():
             step()
-        return _report(watch)
+        return report_of(watch)
     finally:
         watch.close()
 
@@ -94,7 +93,7 @@ class _Phase(NamedTuple):
     """Index of its first event."""
 
 
-class _StepWatch(AllocationCount):
+class StepWatch(AllocationCount):
     """Counts the storages of a step, and notes what each of them is for."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -145,8 +144,8 @@ class _StepWatch(AllocationCount):
         return tensor.detach()
 
     @contextlib.contextmanager
-    def hooks(self) -> Iterator[None]:
-        """Be told of modules, optimizers and gradients while this is active."""
+    def watching(self) -> Iterator[None]:
+        """Count, and be told of modules, optimizers, gradients and what is kept."""
         handles = [
             module_hooks.register_module_forward_pre_hook(self._enter_module),
             module_hooks.register_module_forward_hook(
@@ -162,8 +161,10 @@ class _StepWatch(AllocationCount):
             for parameter in self.parameters
             if parameter.requires_grad
         ]
+        kept = saved_tensors_hooks(self.keep, lambda tensor: tensor)
         try:
-            yield
+            with kept, self:
+                yield
         finally:
             for handle in handles:
                 handle.remove()
@@ -255,7 +256,8 @@ def _is_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _report(watch: _StepWatch) -> MemoryReport:
+def report_of(watch: StepWatch) -> MemoryReport:
+    """Return the report of a step, or of what was done of it so far."""
     ends = _ends_of_forward(watch)
     kept = dict(watch.kept_by)
     for number in set().union(*ends) - kept.keys():
@@ -270,6 +272,7 @@ def _report(watch: _StepWatch) -> MemoryReport:
         return "activations" if number in kept and passing != "logits" else passing
 
     sizes = {event.number: event.n_bytes for event in watch.events if event.n_bytes > 0}
+    ends = ends or [_alive_after(watch.events, watch.was_there)]  # still in forward
     by_module = [Counter() for _ in ends]
     for modules, alive in zip(by_module, ends, strict=True):
         for number in sorted(alive & kept.keys()):
@@ -281,22 +284,30 @@ def _report(watch: _StepWatch) -> MemoryReport:
     )
 
 
-def _ends_of_forward(watch: _StepWatch) -> list[set[int]]:
+def _ends_of_forward(watch: StepWatch) -> list[set[int]]:
     """Return the storages that live as each backward begins."""
-    alive, ends = set(watch.was_there), []
-    starts = {phase.start for phase in watch.phases if phase.name == BACKWARD}
-    for index, event in enumerate([*watch.events, Event(0, 0)]):
-        if index in starts:
-            ends.append(set(alive))
+    alive, ends, done = watch.was_there, [], 0
+    for phase in watch.phases:
+        if phase.name == BACKWARD:
+            alive = _alive_after(watch.events[done : phase.start], alive)
+            ends.append(alive)
+            done = phase.start
+    return ends
+
+
+def _alive_after(events: Sequence[Event], before: set[int]) -> set[int]:
+    """Return the storages that live after these events."""
+    alive = set(before)
+    for event in events:
         if event.n_bytes > 0:
             alive.add(event.number)
         else:
             alive.discard(event.number)
-    return ends
+    return alive
 
 
 def _timeline(
-    watch: _StepWatch, sizes: Mapping[int, int], part_of: Callable[[int], str]
+    watch: StepWatch, sizes: Mapping[int, int], part_of: Callable[[int], str]
 ) -> Iterator[Instant]:
     live: Counter[str] = Counter()
     for number in watch.was_there:

@@ -191,6 +191,27 @@ def apply_recompute(
     return model
 
 
+def recompute_policies(model: Transformer) -> tuple[str, ...]:
+    """Return the policy of each block of a model, as `apply_recompute` takes them.
+
+    >>> from labkit.config import PRESETS
+    >>> model = apply_recompute(Transformer(PRESETS["tiny"], device="meta"), "every_k")
+    >>> recompute_policies(model)
+    ('full', 'none', 'none', 'none', 'full')
+    """
+    return tuple(_policy_of(block) for block in (*model.layers, *model.mtp))
+
+
+def _policy_of(block: Block | MTPModule) -> str:
+    """Return the first policy that leaves each module the class that it has."""
+    plain = {module: _plain_class(module) for module in block.modules()}
+    for name, changes in _CHANGES.items():
+        classes = {m: new.get(plain[m], plain[m]) for m, new in changes(block)}
+        if all(type(m) is classes.get(m, cls) for m, cls in plain.items()):
+            return name
+    raise AssertionError("a block is under a policy that is not in _CHANGES")
+
+
 def _change_classes(model: nn.Module, changes: Changes) -> None:
     """Give modules their new classes, and all others their plain ones."""
     names = {module: name for name, module in model.named_modules()}

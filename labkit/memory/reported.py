@@ -1,30 +1,16 @@
 """What labkit computes for tables and runs whose memory others have reported.
 
 Their figures stand in `data/published_memory.csv`; `labkit.memory.comparison` puts both
-side by side. Here are the models, the layouts, and which of labkit's functions answers
-which row: a reading of a source holds for all of its rows, and none has a factor of its
-own.
+side by side. Here are tables and closed forms, in `labkit.memory.reported_runs` what
+`predict` says: models, layouts, and which of labkit's functions answers which row. A
+reading of a source holds for all of its rows, and none has a factor of its own.
 """
 
-from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from math import prod
 
-import torch
-
-from labkit.config import (
-    PRESETS,
-    GQAConfig,
-    Layout,
-    MLAConfig,
-    ModelConfig,
-    RopeConfig,
-    TrainConfig,
-)
-from labkit.memory.activations import block_tape
-from labkit.memory.persistent import STATES, States, state_bytes
-from labkit.memory.playback import kept_by_part
-from labkit.memory.predict import predict, rank_pass
+from labkit.config import GQAConfig, Layout, ModelConfig
+from labkit.memory.persistent import STATES, state_bytes
 from labkit.memory.published import (
     gpt_bytes,
     mla_bytes,
@@ -32,44 +18,18 @@ from labkit.memory.published import (
     recomputed_bytes,
     routed_rows,
 )
-from labkit.memory.ranks import rank_tape
+from labkit.memory.reported_runs import SEQ_LEN, V3, Figures, megatron_moe, moonlight
 from labkit.memory.shards import Shards, shard_params
 from labkit.memory.stages import Chunk, Stage, in_flight, stage_layers
 from labkit.memory.weights import Weight, layer_weights
 
 GIB = 2**30
-BF16, FP32 = 2, 4
-SEQ_LEN = 4096
+BF16_BYTES, FP32_BYTES = 2, 4
 
-Figures = Iterator[tuple[str, float]]
-"""Items of one source: bytes, parameters, or a share."""
-
-V3 = PRESETS["v3-671b"]
 V3_MAIN = replace(V3, mtp=None)
 
 MEMORY_ANALYSIS = Layout(pp=16, dp=32, tp=2, ep=8)
 """Of arXiv 2502.07846."""
-
-MEGATRON_MOE = Layout(pp=4, dp=64, ep=64, vpp=4)
-"""Of arXiv 2603.07685."""
-
-MOONLIGHT = replace(
-    PRESETS["v2-lite-16b"],
-    vocab_size=163_840,
-    inter_dim=11_264,
-    moe=replace(
-        PRESETS["v2-lite-16b"].moe,
-        score_func="sigmoid",
-        has_bias=True,
-        norm_topk_prob=True,
-        route_scale=2.446,
-    ),
-    rope=RopeConfig(rope_theta=50_000.0),
-    max_seq_len=8192,
-)
-"""Moonlight-16B-A3B, with the sizes of its `config.json`."""
-
-MOONLIGHT_RUN = Layout(dp=4, tp=2, ep=8)
 
 MEGATRON_7B = ModelConfig(
     vocab_size=131_072,
@@ -109,8 +69,8 @@ def reported_figures() -> dict[tuple[str, str], float]:
     """
     sections = {
         "2502.07846": (_stages, _device, _zero_stages, _formulas),
-        "2603.07685": (_megatron_moe,),
-        "moonlight-16b": (_moonlight,),
+        "2603.07685": (megatron_moe,),
+        "moonlight-16b": (moonlight,),
         "2205.05198": (_gpt_states, _gpt_activations),
         "megatron-7b": (_megatron_7b,),
     }
@@ -133,9 +93,9 @@ def _stages() -> Figures:
             for layer in _one_by_one(stages[index])
         ]
         yield f"parameters of {name}", sum(map(_billions_as_printed, layers))
-        yield f"BF16 weights of {name}", BF16 * sizes[index]
+        yield f"BF16 weights of {name}", BF16_BYTES * sizes[index]
     yield "parameters of all stages", sum(sizes)
-    yield "BF16 weights of all stages", BF16 * sum(sizes)
+    yield "BF16 weights of all stages", BF16_BYTES * sum(sizes)
 
 
 def _one_by_one(stage: Stage) -> list[Stage]:
@@ -174,8 +134,8 @@ def _device() -> Figures:
     yield "parameters without MoE", split + whole + norms
     yield "parameters of MoE", shards.expert.n_params
     yield "parameters of a device", shards.n_params
-    yield "BF16 weights of a device in bytes", BF16 * shards.n_params
-    yield "BF16 weights of a device", BF16 * shards.n_params
+    yield "BF16 weights of a device in bytes", BF16_BYTES * shards.n_params
+    yield "BF16 weights of a device", BF16_BYTES * shards.n_params
 
 
 def _zero_stages() -> Figures:
@@ -222,105 +182,6 @@ def _formulas() -> Figures:
     yield "MoE with the rows of other ranks, four layers", physical
     total = mla + physical
     yield "activations with the rows of other ranks, four layers", total
-
-
-def _megatron_moe() -> Figures:
-    layout, split, rank = MEGATRON_MOE, [*[4] * 15, 1], 1
-    train = TrainConfig(global_batch=2048, micro_batch=1, seq_len=SEQ_LEN)
-    report = predict(
-        V3,
-        train,
-        layout,
-        "gpu",
-        states=STATES["megatron"],
-        zero=1,
-        layers_per_stage=split,
-    ).by_stage[rank]
-    parts = report.by_part
-    states = parts["weights"] + parts["gradients"]
-    optimizer = parts["master"] + parts["moments"]
-    activations = parts["activations"] + parts["dispatch"]
-    yield "weights and gradients", states
-    yield "main weights and optimizer", optimizer
-    yield "activations", activations
-    yield "total", states + optimizer + activations
-    yield "results of experts", parts["dispatch"]
-    stage = stage_layers(V3, layout, layers_per_stage=split)[rank]
-    n_kept = in_flight(layout, rank, train.global_batch // layout.dp)
-    n_layers = sum(
-        n * len(chunk.layers) for n, chunk in zip(n_kept, stage.chunks, strict=True)
-    )
-    yield "queries, keys and values", n_layers * _core_bytes(V3, layout)
-    yield "results of norms", n_layers * _norm_bytes(V3, layout)
-
-
-def _core_bytes(cfg: ModelConfig, layout: Layout) -> float:
-    """Return the bytes of queries, keys and values of one layer and sequence."""
-    mla = cfg.attention
-    assert isinstance(mla, MLAConfig)
-    width = mla.n_heads * (2 * mla.qk_head_dim + mla.v_head_dim)
-    return BF16 * SEQ_LEN * width / layout.tp
-
-
-def _norm_bytes(cfg: ModelConfig, layout: Layout) -> float:
-    """Return the bytes of what both norms of a layer give, for one sequence."""
-    return 2 * BF16 * SEQ_LEN * cfg.dim / layout.tp
-
-
-def _moonlight() -> Figures:
-    cfg, layout = MOONLIGHT, MOONLIGHT_RUN
-    rows = routed_rows(cfg.moe, SEQ_LEN, layout)
-    products = cfg.n_moe_layers * BF16 * rows * cfg.moe.moe_inter_dim
-    core = cfg.n_layers * _core_bytes(cfg, layout)
-    norms = cfg.n_layers * _norm_bytes(cfg, layout)
-    saved: Mapping[str, float] = {
-        "mla_up_proj": core,
-        "mla_up_proj and mlp": core + _dense_bytes(cfg, layout),
-        "moe_act": products,
-        "layernorm and moe_act": norms + products,
-    }
-    plain = _moonlight_peak() + products
-    yield "peak, no recompute", plain
-    yield "peak, core_attn", plain
-    for modules, n_bytes in saved.items():
-        yield f"peak, {modules}", plain - n_bytes
-        yield f"saved by {modules}", n_bytes
-
-
-MOONLIGHT_TRAIN = TrainConfig(global_batch=4, micro_batch=1, seq_len=SEQ_LEN)
-
-MOONLIGHT_STATES = States(
-    weights="bfloat16",
-    master="int16",
-    gradients="bfloat16",
-    moments="bfloat16",
-    has_counters=False,
-)
-
-
-def _moonlight_peak() -> float:
-    """Return the peak with BF16 gradients in one buffer.
-
-    `predict` has such a buffer for gradients that are not in the weights' dtype: so
-    FP32 ones are predicted, and half of their bytes taken off.
-    """
-    states = replace(MOONLIGHT_STATES, gradients="float32")
-    report = predict(
-        MOONLIGHT, MOONLIGHT_TRAIN, MOONLIGHT_RUN, "gpu", states=states, zero=1
-    )
-    return report.peak - report.by_part["gradients"] / 2
-
-
-def _dense_bytes(cfg: ModelConfig, layout: Layout) -> float:
-    """Return the bytes that a dense network keeps beside its input."""
-    step = rank_pass(cfg, MOONLIGHT_TRAIN, layout, "gpu", states=MOONLIGHT_STATES)
-    tape = block_tape(cfg, step, is_dense=True, stream=torch.bfloat16)
-    inside = [
-        op._replace(kept=op.kept if op.module != "ffn.w1" else ())
-        for op in tape
-        if op.module.split(".")[0] == "ffn"
-    ]
-    return sum(kept_by_part(rank_tape(inside, layout)).values())
 
 
 def _gpt_states() -> Figures:
@@ -373,7 +234,7 @@ def _megatron_7b() -> Figures:
     n_tokens = batch * cfg.max_seq_len
     layer = gpt_bytes(n_tokens * cfg.dim, 0, tp=layout.tp)
     heads = cfg.attention.n_heads - cfg.attention.n_kv_heads
-    layer -= 2 * BF16 * n_tokens * heads * cfg.attention.head_dim / layout.tp
-    logits = FP32 * n_tokens * cfg.vocab_size / layout.tp
+    layer -= 2 * BF16_BYTES * n_tokens * heads * cfg.attention.head_dim / layout.tp
+    logits = FP32_BYTES * n_tokens * cfg.vocab_size / layout.tp
     yield "steady", steady
     yield "peak", steady + cfg.n_layers * layer + logits

@@ -1,4 +1,4 @@
-"""A layer of DeepSeek-V3 in its full size, on fake tensors."""
+"""Layers of DeepSeek-V3 in their full size, on fake tensors."""
 
 from dataclasses import replace
 
@@ -7,9 +7,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
-from labkit.config import PRESETS
+from labkit.config import PRESETS, TrainConfig
 from labkit.memory.activations import block_tape
 from labkit.memory.fakes import faked
+from labkit.memory.full_size import local_experts, measure_stage, predict_stage
 from labkit.memory.kept_attention import rotations
 from labkit.memory.playback import kept_by_part
 from labkit.memory.tape import Pass
@@ -47,3 +48,42 @@ def test_an_moe_layer_of_4096_tokens_keeps_the_predicted_bytes():
 
     assert sum(s.nbytes() for s in storages.values()) == sum(predicted.values())
     assert round(sum(predicted.values()) / 2**30, 2) == 1.43
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_stage_of_full_width_is_measured_to_the_predicted_bytes():
+    cfg = local_experts(V3, 32)  # 8 experts, all of them chosen
+    train = TrainConfig(micro_batch=1, global_batch=1, seq_len=256)
+    measured = measure_stage(cfg, train, 2)
+    predicted = predict_stage(cfg, train, 2)
+    kept, expected = (
+        next(x.by_part for x in report.timeline if x.name == "end of forward")
+        for report in (measured, predicted)
+    )
+
+    assert kept["activations"] == expected["activations"]
+    for part in ("weights", "gradients"):
+        assert measured.by_part[part] == predicted.by_part[part]
+    # The prediction has an optimizer.
+    peak = predicted.peak - predicted.by_part["moments"]
+    assert peak == pytest.approx(measured.peak, rel=0.05)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_dense_stage_is_measured_and_predicted_alike():
+    cfg = replace(PRESETS["small"], moe=None, n_dense_layers=0)
+    train = TrainConfig(micro_batch=2, global_batch=2, seq_len=64)
+    reports = measure_stage(cfg, train, 3), predict_stage(cfg, train, 3)
+    measured, predicted = (report.by_part["activations"] for report in reports)
+
+    assert measured == predicted
+
+
+def test_experts_are_shared_out_equally():
+    with pytest.raises(ValueError) as error:
+        local_experts(V3, 3)
+
+    assert str(error.value) == (
+        "ep must divide n_routed_experts; got ep=3 and 256. Take a model with experts, "
+        "and a divisor of their number."
+    )

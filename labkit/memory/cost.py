@@ -170,18 +170,16 @@ def step_times(  # noqa: PLR0913, as `predict`
 ) -> StepTimes:
     """Return the times of a step's parts; arguments as for `recompute_cost`."""
     layout = layout or Layout()
-    _require_known(as_predict)
-    states = as_predict.get("states", STATES["trainer"])
-    step = rank_pass(cfg, train, layout, device, states=states)
-    rows = {name: as_predict[name] for name in ROWS if name in as_predict}
-    if layout.n_ranks > 1 or rows:
-        step = with_rows(cfg, step, layout, **(ROWS | rows))
+    step = planned_pass(cfg, train, layout, device, as_predict)
     balance = device_balance(device, step.compute) if balance is None else balance
     require_above({"balance": balance}, 0)
-    split = {name: as_predict[name] for name in SPLIT if name in as_predict}
-    stages = stage_layers(cfg, layout, **split)
+    stages = stage_layers(cfg, layout, **split_of(layout, as_predict))
     lasting = persistent_by_stage(
-        cfg, layout, stages, states=states, zero=as_predict.get("zero", 0)
+        cfg,
+        layout,
+        stages,
+        states=as_predict.get("states", STATES["trainer"]),
+        zero=as_predict.get("zero", 0),
     )
     clock = _Clock(cfg, step, layout, balance)
     return StepTimes(
@@ -201,11 +199,35 @@ SPLIT = ("schedule", "layers_per_stage")
 """Those that decide where layers lie."""
 
 
-def _require_known(as_predict: Mapping[str, object]) -> None:
+def split_of(layout: Layout, as_predict: Mapping[str, object]) -> dict[str, object]:
+    """Return the arguments of `predict` for `stage_layers`, if there are several."""
+    names = SPLIT if layout.pp > 1 else ()
+    return {name: as_predict[name] for name in names if name in as_predict}
+
+
+def planned_pass(
+    cfg: ModelConfig,
+    train: TrainConfig,
+    layout: Layout,
+    device: str,
+    as_predict: Mapping[str, object],
+) -> Pass:
+    """Return a rank's pass over a micro-batch, as `predict` plans it.
+
+    Raises:
+        TypeError: an argument that `predict` does not have.
+    """
     known = signature(predict).parameters
     for name in as_predict:
         if name not in known:
             raise TypeError(f"predict() has no keyword argument {name!r}")
+    states = as_predict.get("states", STATES["trainer"])
+    step = rank_pass(cfg, train, layout, device, states=states)
+    step = replace(step, cached=as_predict.get("cached", step.cached))
+    rows = {name: as_predict[name] for name in ROWS if name in as_predict}
+    if layout.n_ranks > 1 or rows:
+        step = with_rows(cfg, step, layout, **(ROWS | rows))
+    return step
 
 
 def device_balance(device: str, dtype: torch.dtype) -> float:

@@ -7,7 +7,6 @@ kernels for norms and attention, and has not been compared with one.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 
 import torch
 
@@ -113,7 +112,7 @@ def last_tape(cfg: ModelConfig, step: Pass, *, loads: Load = ()) -> list[Op]:
     ops = [norm(step, "norm", cfg.dim, dtype=step.weights, kept=(x,))]
     ops += _head_tape(cfg, step)
     for depth in range(1, cfg.n_mtp + 1):
-        shorter = replace(step, seq_len=step.seq_len - depth)
+        shorter = step.shorter(depth)
         tokens = Kept("tokens", shorter.n_tokens * INDEX_BYTES)
         ops.append(embedding(cfg, shorter)._replace(kept=(tokens,)))
         load = loads[depth - 1] if loads else None
@@ -133,6 +132,16 @@ def balance_tape(cfg: ModelConfig, step: Pass, n_main: int, n_mtp: int) -> list[
     )
     sums = (step.batch * length * EXACT_BYTES for length in lengths)
     return [Op("loss", (Kept("sums of affinities", n), shares)) for n in sums]
+
+
+def copied_targets(step: Pass) -> list[Op]:
+    """Return what the loss keeps of targets that it copies, to have them in a row.
+
+    They are views of windows one token longer: those of a single window are in a row.
+    """
+    if step.batch == 1:
+        return []
+    return [Op("loss", (Kept("targets", step.n_tokens * INDEX_BYTES),))]
 
 
 def embedding(cfg: ModelConfig, step: Pass) -> Op:
@@ -178,9 +187,8 @@ def _head_tape(cfg: ModelConfig, step: Pass, *, is_first: bool = True) -> list[O
     return [*head, Op("loss", tuple(kept), working_bytes=2 * logits.n_bytes)]
 
 
-def _within(module: str, ops: Iterable[Op]) -> Iterator[Op]:
-    for op in ops:
-        yield op._replace(module=f"{module}.{op.module}".rstrip("."))
+def _within(module: str, ops: Iterable[Op]) -> list[Op]:
+    return [op.within(module) for op in ops]
 
 
 def bytes_by_module(ops: Iterable[Op]) -> dict[str, int]:

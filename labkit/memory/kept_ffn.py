@@ -66,7 +66,7 @@ def moe_tape(
         # Else the router kept it, or the routed experts, unless these had it sent.
         keeps_input = step.ep > 1 and step.compute != torch.float32
         for op in mlp_tape(widths, step, keeps_input=keeps_input):
-            yield op._replace(module=f"shared_experts.{op.module}".rstrip("."))
+            yield op.within("shared_experts")
 
 
 def _router_tape(moe: MoEConfig, dim: int, step: Pass) -> Iterator[Op]:

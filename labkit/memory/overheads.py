@@ -26,6 +26,8 @@ weights with gradients, master copies and moments."""
 
 GB = 10**9
 
+Verdict = Literal["fits", "uncertain", "does not fit"]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Range:
@@ -137,7 +139,7 @@ def fits(
     *,
     layout: Layout | None = None,
     device: str = "gpu",
-) -> Literal["fits", "uncertain", "does not fit"]:
+) -> Verdict:
     """Return whether a step fits a device, for sure, perhaps, or surely not.
 
     It fits if it does with the most of all `overheads`, and does not if it does not

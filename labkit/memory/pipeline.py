@@ -1,23 +1,58 @@
 """What pipeline ranks keep of the micro-batches that are on their way.
 
-Equal layers are priced once, and so are equal chunks. This is arithmetic, and has been
-compared with no run of several ranks.
+Equal layers are priced once, and so are equal chunks. What a policy does not keep of a
+part of a layer is owed by it, and back when the backward reaches that part. This is
+arithmetic, and has been compared with no run of several ranks.
 """
 
-from collections import Counter
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import reduce
-from itertools import groupby
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import NamedTuple
 
 from labkit.config import Layout, ModelConfig
-from labkit.memory.activations import balance_tape, embedding, last_tape
+from labkit.memory.activations import (
+    balance_tape,
+    block_tape,
+    bytes_by_module,
+    copied_targets,
+    embedding,
+    last_tape,
+)
 from labkit.memory.kept_attention import rotations
+from labkit.memory.playback import kept_by_part
 from labkit.memory.ranks import rank_tape
-from labkit.memory.replay import replay_layer, replay_tape
-from labkit.memory.segments import Segment, segment
+from labkit.memory.recompute_kept import kept_ops, under_policy
+from labkit.memory.replay import with_debts
+from labkit.memory.segments import Parts, Segment, chain, segment, sums
 from labkit.memory.stages import Chunk
 from labkit.memory.tape import Op, Pass
+
+
+class Price(NamedTuple):
+    """What a micro-batch needs of some modules."""
+
+    segment: Segment
+
+    by_module: Mapping[str, int] = MappingProxyType({})
+    """Bytes that each keeps, as `bytes_by_module` gives them."""
+
+
+class ChunkPrice(NamedTuple):
+    """What a micro-batch needs of a chunk."""
+
+    segment: Segment
+
+    parts: tuple[Price, ...]
+    """What comes first, each layer, what comes last, and balance losses."""
+
+
+class _Half(NamedTuple):
+    """Attention and its norm, or the feed-forward network and its own."""
+
+    ops: list[Op]
+    plain: Segment
+    """Without recompute."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,63 +72,95 @@ class ChunkPrices:
     has_buffer: bool
     """Whether gradients are added to a buffer as soon as each is made."""
 
-    layers: dict[tuple[bool, str], Segment] = field(default_factory=dict)
-    """Those priced so far."""
+    parts: dict[Hashable, Price] = field(default_factory=dict)
+    """Kinds of layers and of ends that are priced already."""
 
-    chunks: dict[Hashable, Segment] = field(default_factory=dict)
+    halves: dict[bool, tuple[_Half, _Half]] = field(default_factory=dict)
+    """Of layers that are dense, and of those that are not."""
 
-    def of(self, chunk: Chunk) -> Segment:
+    chunks: dict[Hashable, ChunkPrice] = field(default_factory=dict)
+
+    def of(self, chunk: Chunk) -> ChunkPrice:
         """Return what a rank keeps of a chunk, for one micro-batch."""
-        cfg = self.cfg
-        n_dense = cfg.n_layers if cfg.moe is None else cfg.n_dense_layers
-        kinds = tuple((index < n_dense, self.policies[index]) for index in chunk.layers)
-        key = kinds, chunk.is_first, chunk.is_last
+        n_dense = self.cfg.n_layers if self.cfg.moe is None else self.cfg.n_dense_layers
+        layers = tuple(
+            [(index < n_dense, self.policies[index]) for index in chunk.layers]
+        )
+        key = layers, chunk.is_first, chunk.is_last
         if key not in self.chunks:
-            self.chunks[key] = self._chunk(chunk, kinds)
+            n_sparse = sum([not is_dense for is_dense, _ in layers])
+            n_mtp = self.cfg.n_mtp if chunk.is_last else 0
+            parts = (
+                self._once(self._first, chunk.is_first, len(layers) > 0),
+                *[self._once(self._layer, *layer) for layer in layers],
+                self._once(self._last, chunk.is_last),
+                self._once(self._balance, n_sparse, n_mtp),
+            )
+            self.chunks[key] = ChunkPrice(chain([x.segment for x in parts]), parts)
         return self.chunks[key]
 
-    def _chunk(self, chunk: Chunk, kinds: Sequence[tuple[bool, str]]) -> Segment:
+    def _once(self, price: Callable[..., Price], *kind: Hashable) -> Price:
+        """Return `price(*kind)`, worked out the first time."""
+        key = price.__name__, *kind
+        if key not in self.parts:
+            self.parts[key] = price(*kind)
+        return self.parts[key]
+
+    def _first(self, is_first: bool, has_layers: bool) -> Price:
+        """Price the embedding, and turns of RoPE that the layers share."""
+        ops = [embedding(self.cfg, self.step)] if is_first else []
+        if has_layers:
+            ops.append(rotations(self.cfg.attention, self.step))
+        return Price(self._brief(self._ranked(ops)))
+
+    def _layer(self, is_dense: bool, policy: str) -> Price:
+        if is_dense not in self.halves:
+            self.halves[is_dense] = self._halves(is_dense)
+        halves = self.halves[is_dense]
+        if policy == "moe" and is_dense:
+            policy = "none"
+        left = [
+            [under_policy(policy, op, self.cfg, self.step) for op in half.ops]
+            for half in halves
+        ]
+        debts = [
+            half.plain.kept.minus(Parts(**kept_by_part(ops)))
+            for half, ops in zip(halves, left, strict=True)
+        ]
+        if policy == "full":  # both come back together
+            layer = chain([half.plain for half in halves]).owing(sums(debts))
+        else:
+            pairs = zip(halves, debts, strict=True)
+            layer = chain([half.plain.owing(debt) for half, debt in pairs])
+        return Price(layer, bytes_by_module([*left[0], *left[1]]))
+
+    def _halves(self, is_dense: bool) -> tuple[_Half, _Half]:
         cfg, step = self.cfg, self.step
-        parts = [self._ranked([rotations(cfg.attention, step)])]
-        if chunk.is_first:
-            parts.insert(0, self._ranked([embedding(cfg, step)]))
-        for (is_dense, policy), group in groupby(kinds):
-            layer = self._layer(policy, is_dense=is_dense)
-            parts.append(layer.times(len(list(group))))
-        if chunk.is_last:
-            parts.append(self._brief(self._last()))
-        n_mtp = cfg.n_mtp if chunk.is_last else 0
-        n_sparse = sum(not is_dense for is_dense, _ in kinds)
-        balance = balance_tape(cfg, step, n_sparse, n_mtp)
-        if balance:
-            parts.append(self._ranked(balance))
-        return reduce(Segment.then, parts)
+        ops = self._ranked(
+            block_tape(cfg, step, is_dense=is_dense, stream=step.weights)
+        )
+        middle = next(i for i, op in enumerate(ops) if op.module == "ffn_norm")
+        attention, ffn = ops[:middle], ops[middle:]
+        return _Half(attention, self._brief(attention)), _Half(ffn, self._brief(ffn))
 
-    def _layer(self, policy: str, *, is_dense: bool) -> Segment:
-        kind = is_dense, policy
-        if kind not in self.layers:
-            self.layers[kind] = self._brief(
-                replay_layer(
-                    self.cfg, self.step, policy, is_dense=is_dense, layout=self.layout
-                )
-            )
-        return self.layers[kind]
+    def _last(self, is_last: bool) -> Price:
+        """Price what follows all layers."""
+        if not is_last:
+            return Price(self._brief([]))
+        ops = self._ranked(last_tape(self.cfg, self.step))
+        left = kept_ops(ops, self.cfg, self.step, self.policies)
+        targets = copied_targets(self.step)
+        tape = with_debts(ops, left, self.cfg, self.policies) + targets
+        return Price(self._brief(tape), bytes_by_module([*left, *targets]))
 
-    def _last(self) -> list[Op]:
-        """Return what follows the layers, as a model of a single one has it."""
-        if {*self.policies} == {"none"}:
-            return list(rank_tape(last_tape(self.cfg, self.step), self.layout))
-        single = replace(self.cfg, n_layers=1, n_dense_layers=0)
-        policies = self.policies[self.cfg.n_layers - 1 :]
-        tape = replay_tape(single, self.step, policies, layout=self.layout)
-        start = next(i for i, op in enumerate(tape) if op.module == "norm")
-        balance = balance_tape(single, self.step, single.n_moe_layers, single.n_mtp)
-        return tape[start : len(tape) - len(balance)]
+    def _balance(self, n_main: int, n_mtp: int) -> Price:
+        ops = self._ranked(balance_tape(self.cfg, self.step, n_main, n_mtp))
+        return Price(self._brief(ops), bytes_by_module(ops))
 
-    def _ranked(self, ops: list[Op]) -> Segment:
-        return self._brief(list(rank_tape(ops, self.layout)))
+    def _ranked(self, ops: Iterable[Op]) -> list[Op]:
+        return list(rank_tape(ops, self.layout))
 
-    def _brief(self, ops: list[Op]) -> Segment:
+    def _brief(self, ops: Sequence[Op]) -> Segment:
         if self.has_buffer:
             ops = [adding_to_buffer(op) for op in ops]
         return segment(ops, has_gradients=self.has_gradients and not self.has_buffer)
@@ -101,26 +168,50 @@ class ChunkPrices:
 
 def adding_to_buffer(op: Op) -> Op:
     """Return the operator where its gradient goes as soon as it is added."""
-    return op.beside(op.gradient_bytes)._replace(gradient_bytes=0)
+    module, kept, gradient, working, *more = op
+    return Op(module, kept, 0, working + gradient, *more)
+
+
+def kept_by_module(
+    chunks: Sequence[Chunk], prices: Sequence[ChunkPrice], n_kept: Sequence[int]
+) -> dict[str, int]:
+    """Return the bytes of activations that a rank's chunks keep, by module.
+
+    Args:
+        chunks: of the rank.
+        prices: of each.
+        n_kept: micro-batches that each keeps, as from `in_flight`.
+    """
+    by_module = {"casts": 0}
+    for chunk, price, n in zip(chunks, prices, n_kept, strict=True):
+        first, *layers, last, balance = price.parts
+        for index, (_, modules) in zip(chunk.layers, layers, strict=True):
+            prefix = f"layers.{index}."
+            by_module |= {prefix + name: n * x for name, x in modules.items()}
+            by_module["casts"] += by_module.pop(prefix + "casts", 0)
+        if chunk.layers:  # the first of which keeps what they share
+            name = f"layers.{chunk.layers.start}.attn"
+            by_module[name] = by_module.get(name, 0) + n * sum(first.segment.kept)
+        for name, x in (*last.by_module.items(), *balance.by_module.items()):
+            by_module[name] = by_module.get(name, 0) + n * x
+    return {name: n_bytes for name, n_bytes in by_module.items() if n_bytes}
 
 
 def at_once(
-    segments: Sequence[Segment], n_kept: Sequence[int], gradients: Counter[str]
-) -> tuple[Counter[str], Counter[str]]:
+    prices: Sequence[ChunkPrice], n_kept: Sequence[int], gradients: int
+) -> tuple[Parts, Parts]:
     """Return what several chunks keep, and what lives when one's backward is fullest.
 
     Args:
-        segments: of a rank's chunks.
+        prices: of a rank's chunks.
         n_kept: micro-batches that each keeps, as from `in_flight`.
-        gradients: that live throughout the backward.
+        gradients: bytes of those that live throughout the backward.
     """
-    kept: Counter[str] = Counter()
-    for chunk, n in zip(segments, n_kept, strict=True):
-        for part, n_bytes in chunk.kept.items():
-            kept[part] += n * n_bytes
-    candidates = [
-        kept - chunk.kept + chunk.fullest + (gradients - chunk.after)
-        for chunk, n in zip(segments, n_kept, strict=True)
-        if n
-    ]
-    return kept, max(candidates, key=Counter.total)
+    pairs = [(x.segment, n) for x, n in zip(prices, n_kept, strict=True)]
+    kept = sums([chunk.kept.times(n) for chunk, n in pairs])
+    candidates = []
+    for chunk, n in pairs:
+        if n:
+            waiting = Parts(gradients=max(gradients - chunk.after.gradients, 0))
+            candidates.append(sums([kept.minus(chunk.kept), chunk.fullest, waiting]))
+    return kept, max(candidates, key=sum)

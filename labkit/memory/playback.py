@@ -10,6 +10,17 @@ from collections.abc import Iterable, Sequence
 
 from labkit.memory.tape import Op
 
+COUNTED_AS = {
+    "activations": "activations",
+    "casts": "activations",
+    "logits": "logits",
+    "dispatch": "dispatch",
+}
+"""The part of a report that a kept storage is counted in, by its own."""
+
+_Parameter = tuple[str, str]
+"""Whose forward uses it, and its name there."""
+
 
 def fullest_instant(
     ops: Sequence[Op], *, has_gradients: bool = False
@@ -26,48 +37,44 @@ def fullest_instant(
     """
     live = kept_by_part(ops)
     live["gradients"] = gradient_bytes(ops) if has_gradients else 0
-    live["temporaries"] = sum(op.early_bytes for op in ops)
-    n_uses_left = Counter(map(_parameter, ops))
-    made: Counter[_Parameter] = Counter()
-    fullest: dict[str, int] = {}
+    live["temporaries"] = sum([op.early_bytes for op in ops])
+    n_live = sum(live.values())
+    n_uses_left = Counter([(op.module, op.parameter) for op in ops])
+    made: dict[_Parameter, int] = {}
+    most, fullest = 0, dict.fromkeys(live, 0)
     for op in reversed(ops):
-        name = _parameter(op)
-        own, before = op.gradient_bytes, made[name]
+        name = op.module, op.parameter
+        own, before = op.gradient_bytes, made.get(name, 0)
         added = own if own == before else 0
-        instant = dict(live)
-        instant["gradients"] += own + added
-        instant["temporaries"] += op.working_bytes
-        if sum(instant.values()) > sum(fullest.values()):
-            fullest = instant
+        if n_live + own + added + op.working_bytes > most:
+            most = n_live + own + added + op.working_bytes
+            fullest = dict(live)
+            fullest["gradients"] += own + added
+            fullest["temporaries"] += op.working_bytes
         made[name] = own
         n_uses_left[name] -= 1
         # The last one is added to what there is, and gone.
         is_left = n_uses_left[name] or not has_gradients
-        live["gradients"] += (own if is_left else 0) - before
+        left = (own if is_left else 0) - before
+        live["gradients"] += left
         live["temporaries"] -= op.early_bytes
-        for part, n_bytes in kept_by_part([op]).items():
-            live[part] -= n_bytes
+        n_live += left - op.early_bytes
+        for storage in op.kept:
+            live[COUNTED_AS[storage.part]] -= storage.n_bytes
+            n_live -= storage.n_bytes
     return fullest
 
 
-def gradient_bytes(ops: Iterable[Op]) -> int:
+def gradient_bytes(ops: Sequence[Op]) -> int:
     """Return the bytes of all parameters' gradients, once the backward has ended."""
-    first_uses = {_parameter(op): op.gradient_bytes for op in reversed(list(ops))}
+    first_uses = {(op.module, op.parameter): op.gradient_bytes for op in reversed(ops)}
     return sum(first_uses.values())
 
 
 def kept_by_part(ops: Iterable[Op]) -> dict[str, int]:
     """Return the bytes of each part that lives at the end of the forward."""
-    by_part = {"activations": 0, "logits": 0, "dispatch": 0}
+    by_part = dict.fromkeys(COUNTED_AS.values(), 0)
     for op in ops:
         for storage in op.kept:
-            part = "activations" if storage.part == "casts" else storage.part
-            by_part[part] += storage.n_bytes
+            by_part[COUNTED_AS[storage.part]] += storage.n_bytes
     return by_part
-
-
-_Parameter = tuple[str, str]
-
-
-def _parameter(op: Op) -> _Parameter:
-    return op.module, op.parameter

@@ -42,24 +42,29 @@ def rows_to_plan(
 
 def rank_tape(ops: Iterable[Op], layout: Layout) -> Iterator[Op]:
     """Yield the same operators as one rank of the layout runs them."""
+    tp = layout.tp
     for op in ops:
         name = op.module.rpartition(".")[2]
-        n_cuts = layout.ep if name == "experts" else layout.tp
+        n_cuts = layout.ep if name == "experts" else tp
         if name in WHOLE or name.endswith("norm"):
             n_cuts = 1
-        yield op._replace(
-            kept=tuple(_on_rank(storage, layout.tp, n_cuts) for storage in op.kept),
-            gradient_bytes=_part(op.gradient_bytes, n_cuts),
-            working_bytes=_part(op.working_bytes, layout.tp),
-            early_bytes=_part(op.early_bytes, layout.tp),
+        if n_cuts == tp == 1:
+            yield op
+            continue
+        yield Op(
+            op.module,
+            tuple([_on_rank(storage, tp, n_cuts) for storage in op.kept]),
+            _part(op.gradient_bytes, n_cuts),
+            _part(op.working_bytes, tp),
+            _part(op.early_bytes, tp),
+            op.parameter,
         )
 
 
 def _on_rank(storage: Kept, tp: int, n_cuts: int) -> Kept:
-    n_parts = tp if storage.is_split else 1
-    if storage.part == "casts":
-        n_parts = n_cuts
-    return storage._replace(n_bytes=_part(storage.n_bytes, n_parts))
+    what, n_bytes, part, is_split = storage
+    n_parts = n_cuts if part == "casts" else tp if is_split else 1
+    return Kept(what, _part(n_bytes, n_parts), part, is_split)
 
 
 def _part(n_bytes: int, n_parts: int) -> int:

@@ -5,7 +5,7 @@ the plain tape, what is said of a GPU has not been compared with one.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from labkit.config import MLAConfig, ModelConfig
 from labkit.memory.activations import Load, model_tape
@@ -67,19 +67,33 @@ def kept_tape(
         load: tokens of each expert, as for `model_tape`.
     """
     policies = block_policies(policy, cfg.n_layers + cfg.n_mtp, k=k)
+    return kept_ops(model_tape(cfg, step, load=load), cfg, step, policies)
+
+
+def kept_ops(
+    ops: Iterable[Op], cfg: ModelConfig, step: Pass, policies: Sequence[str]
+) -> list[Op]:
+    """Return what these operators keep, of all of a model's or of those at its end.
+
+    Args:
+        ops: of `model_tape`, or of `last_tape`; or what a rank runs of them.
+        cfg: the model.
+        step: the pass.
+        policies: of each block, as from `block_policies`.
+    """
     head_inputs = iter(_kept_head_inputs(cfg, policies))
     tape = []
-    for op in model_tape(cfg, step, load=load):
+    for op in ops:
         match = IN_BLOCK.fullmatch(op.module)
         if match:
             kind, number, part = match.groups()
             index = int(number) + (cfg.n_layers if kind == "mtp" else 0)
             name = _policy_of(index, policies, cfg)
-            left = under_policy(name, op._replace(module=part), cfg, step)
+            left = under_policy(name, Op(part, op.kept), cfg, step)
         elif op.module == "norm" and "selective" in policies:
             left = under_policy("selective", op, cfg, step)
         elif op.module == "head" and _has_input(op) and not next(head_inputs):
-            left = op._replace(kept=tuple(x for x in op.kept if x.what != "input"))
+            left = Op(op.module, tuple(x for x in op.kept if x.what != "input"))
         else:
             left = op
         tape.append(Op(op.module, left.kept))
@@ -105,7 +119,9 @@ def under_policy(policy: str, op: Op, cfg: ModelConfig, step: Pass) -> Op:
         cfg: the model.
         step: the pass.
     """
-    dropped = _dropped(cfg, step, policy, op.module)
+    dropped = _dropped(cfg, step, policy, op.module) if op.kept else NOTHING
+    if not dropped:
+        return op
     is_balanced = cfg.moe is not None and cfg.moe.balance_loss_weight
     kept = []
     for storage in op.kept:
@@ -117,7 +133,7 @@ def under_policy(policy: str, op: Op, cfg: ModelConfig, step: Pass) -> Op:
             # What the copy was made from. That of `hnorm` is the head's to keep.
             n_bytes = storage.n_bytes * step.compute.itemsize // EXACT_BYTES
             kept.append(storage._replace(what="input", n_bytes=n_bytes))
-    return op._replace(kept=tuple(kept))
+    return Op(op.module, tuple(kept), *op[2:])
 
 
 def _dropped(cfg: ModelConfig, step: Pass, policy: str, part: str) -> frozenset[str]:

@@ -12,10 +12,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 
 from labkit.config import Layout, ModelConfig
-from labkit.memory.activations import Load, block_tape, model_tape
+from labkit.memory.activations import Load, model_tape
 from labkit.memory.ranks import rank_tape
 from labkit.memory.recompute import block_policies
-from labkit.memory.recompute_kept import IN_BLOCK, kept_tape, under_policy
+from labkit.memory.recompute_kept import IN_BLOCK, kept_ops
 from labkit.memory.tape import Kept, Op, Pass
 
 REBUILT = "rebuilt"
@@ -39,17 +39,29 @@ def replay_tape(
         layout: the tape is that of one of its ranks; None is one rank alone.
         load: tokens of each expert, as for `model_tape`.
     """
-    layout = layout or Layout()
-    plain = list(rank_tape(model_tape(cfg, step, load=load), layout))
     policies = block_policies(policy, cfg.n_layers + cfg.n_mtp)
-    if set(policies) == {"none"}:
-        return plain
-    kept = rank_tape(kept_tape(cfg, step, policies, load=load), layout)
-    pairs = zip(plain, kept, strict=True)
+    plain = list(rank_tape(model_tape(cfg, step, load=load), layout or Layout()))
+    return with_debts(plain, kept_ops(plain, cfg, step, policies), cfg, policies)
+
+
+def with_debts(
+    plain: Sequence[Op], left: Sequence[Op], cfg: ModelConfig, policies: Sequence[str]
+) -> list[Op]:
+    """Return operators with debts at the end of each part that comes back as one.
+
+    Args:
+        plain: the operators.
+        left: the same with what they keep, as `kept_ops` returns them.
+        cfg: the model.
+        policies: of each block, as from `block_policies`.
+    """
+    if {*policies} == {"none"}:
+        return list(plain)
+    pairs = zip(plain, left, strict=True)
     tape: list[Op] = []
     for name, group in groupby(pairs, lambda x: _rebuilt_with(x[0], cfg, policies)):
-        ops, left = zip(*group, strict=True)
-        tape += [*ops, *_debt(name, ops, left)]
+        ops, kept = zip(*group, strict=True)
+        tape += [*ops, *_debt(name, ops, kept)]
     return tape
 
 
@@ -61,30 +73,6 @@ def _rebuilt_with(op: Op, cfg: ModelConfig, policies: Sequence[str]) -> str:
     kind, number, rest = match.groups()
     index = int(number) + (cfg.n_layers if kind == "mtp" else 0)
     return f"{kind}.{number}.{_branch(rest, policies[index])}"
-
-
-def replay_layer(
-    cfg: ModelConfig, step: Pass, policy: str, *, is_dense: bool, layout: Layout
-) -> list[Op]:
-    """Return the operators of one main layer with debts, names relative to its own.
-
-    Args:
-        cfg: the model.
-        step: the pass.
-        policy: the layer's, which "every_k" is not.
-        is_dense: whether its feed-forward network is; "moe" leaves it as it is.
-        layout: the tape is that of one of its ranks.
-    """
-    plain = list(block_tape(cfg, step, is_dense=is_dense, stream=step.weights))
-    if policy == "none" or (policy == "moe" and is_dense):
-        return list(rank_tape(plain, layout))
-    left = [under_policy(policy, op, cfg, step) for op in plain]
-    pairs = zip(rank_tape(plain, layout), rank_tape(left, layout), strict=True)
-    tape: list[Op] = []
-    for name, group in groupby(pairs, lambda x: _branch(x[0].module, policy)):
-        ops, kept = zip(*group, strict=True)
-        tape += [*ops, *_debt(name, ops, kept)]
-    return tape
 
 
 def _branch(module: str, policy: str) -> str:

@@ -16,6 +16,8 @@ PARTS = (
 )
 """What a rank's bytes are for, in the order in which tables and bars show them."""
 
+_NAMES = frozenset(PARTS)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Instant:
@@ -28,7 +30,10 @@ class Instant:
     """Bytes of each part that lives now; a part left out has none."""
 
     def __post_init__(self) -> None:
-        for part, n_bytes in self.by_part.items():
+        by_part = self.by_part
+        if by_part.keys() <= _NAMES and min(by_part.values(), default=0) >= 0:
+            return
+        for part, n_bytes in by_part.items():
             if part not in PARTS or n_bytes < 0:
                 raise ValueError(
                     f"by_part maps names in {', '.join(PARTS)} to bytes of 0 or more; "

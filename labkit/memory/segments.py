@@ -1,146 +1,101 @@
 """A tape in brief, so that equal layers are priced once: for tapes of many layers.
 
-Played back, a run of layers starts with all of its storages and ends with all of its
-gradients. Between two equal layers the sum changes by the same amount each time, so
-the fullest instant lies in the first or in the last of them.
+Played back, a run of operators starts with all of its storages and ends with all of its
+gradients. What a tape of several runs needs at the fullest instant of one of them is
+what that run needs then, with the storages of all before it and the gradients of all
+after it.
 """
 
-from collections import Counter
-from collections.abc import Iterable
-from functools import reduce
+from collections.abc import Sequence
+from itertools import accumulate
+from operator import add, sub
 from typing import NamedTuple
 
-from labkit.config import Layout, ModelConfig
-from labkit.memory.activations import (
-    balance_tape,
-    block_tape,
-    embedding,
-    last_tape,
-)
-from labkit.memory.kept_attention import rotations
 from labkit.memory.playback import fullest_instant, gradient_bytes, kept_by_part
-from labkit.memory.ranks import rank_tape
-from labkit.memory.stages import Chunk
-from labkit.memory.tape import Op, Pass
+from labkit.memory.tape import Op
+
+
+class Parts(NamedTuple):
+    """Bytes of the parts that come and go while a tape is played."""
+
+    activations: int = 0
+    logits: int = 0
+    dispatch: int = 0
+    gradients: int = 0
+    temporaries: int = 0
+
+    def plus(self, other: "Parts") -> "Parts":
+        """Return the sums, part by part."""
+        return Parts(*map(add, self, other))
+
+    def minus(self, other: "Parts") -> "Parts":
+        """Return the differences, part by part."""
+        return Parts(*map(sub, self, other))
+
+    def times(self, n: int) -> "Parts":
+        """Return so many of these."""
+        return Parts(*[n * n_bytes for n_bytes in self])
+
+
+def sums(parts: Sequence[Parts]) -> Parts:
+    """Return the sums of many, part by part."""
+    return Parts(*map(sum, zip(*parts, strict=True)))
 
 
 class Segment(NamedTuple):
     """What a run of operators keeps, and how many bytes live while it is played."""
 
-    kept: Counter[str]
-    """By part, at the end of its forward."""
+    kept: Parts
+    """At the end of its forward."""
 
-    before: Counter[str]
-    """By part, before its backward begins: also what waits for it already."""
+    before: Parts
+    """Before its backward begins: also what waits for it already."""
 
-    fullest: Counter[str]
-    """By part, when most live at once."""
+    fullest: Parts
+    """When most live at once."""
 
-    after: Counter[str]
-    """By part, when its backward has ended: gradients."""
+    after: Parts
+    """When its backward has ended: gradients."""
 
-    def then(self, later: "Segment") -> "Segment":
-        """Return this and what runs after it, which the backward plays before it."""
-        return Segment(
-            self.kept + later.kept,
-            self.before + later.before,
-            max(
-                later.fullest + self.before,
-                self.fullest + later.after,
-                key=Counter.total,
-            ),
-            self.after + later.after,
-        )
-
-    def times(self, n: int) -> "Segment":
-        """Return so many of these in a row."""
-        if n == 0:
-            return NOTHING
-        first, last = _scaled(self.after, n - 1), _scaled(self.before, n - 1)
-        return Segment(
-            _scaled(self.kept, n),
-            _scaled(self.before, n),
-            self.fullest + max(first, last, key=Counter.total),
-            _scaled(self.after, n),
-        )
+    def owing(self, debt: Parts) -> "Segment":
+        """Return a run that keeps less, and has all back when its backward begins."""
+        kept, before, *others = self
+        return Segment(kept.minus(debt), before.minus(debt), *others)
 
 
-NOTHING = Segment(Counter(), Counter(), Counter(), Counter())
-
-
-def _scaled(parts: Counter[str], n: int) -> Counter[str]:
-    return Counter({part: n * n_bytes for part, n_bytes in parts.items()})
-
-
-def segment(ops: Iterable[Op], *, has_gradients: bool = False) -> Segment:
+def segment(ops: Sequence[Op], *, has_gradients: bool = False) -> Segment:
     """Return a tape in brief.
 
     Args:
         ops: of the forward pass, in its order.
         has_gradients: as for `fullest_instant`.
     """
-    ops = list(ops)
-    kept, gradients = Counter(kept_by_part(ops)), gradient_bytes(ops)
-    waiting = sum(op.early_bytes for op in ops)
+    kept, gradients = Parts(**kept_by_part(ops)), gradient_bytes(ops)
+    waiting = sum([op.early_bytes for op in ops])
     held = gradients if has_gradients else 0
     return Segment(
         kept,
-        kept + Counter(temporaries=waiting, gradients=held),
-        Counter(fullest_instant(ops, has_gradients=has_gradients)),
-        Counter(gradients=gradients),
+        kept.plus(Parts(temporaries=waiting, gradients=held)),
+        Parts(**fullest_instant(ops, has_gradients=has_gradients)),
+        Parts(gradients=gradients),
     )
 
 
-def chunk_segment(
-    cfg: ModelConfig,
-    step: Pass,
-    chunk: Chunk,
-    *,
-    layout: Layout | None = None,
-    has_gradients: bool = False,
-) -> Segment:
-    """Return what one rank keeps of consecutive layers, for one micro-batch.
+def chain(segments: Sequence[Segment]) -> Segment:
+    """Return runs in the order of the forward as one.
 
-    Args:
-        cfg: the model.
-        step: the pass, over all tensor-parallel ranks.
-        chunk: the layers; the first includes the embedding, the last MTP and loss.
-        layout: degrees of parallelism; None is one rank.
-        has_gradients: as for `fullest_instant`.
+    >>> layer = segment([Op("", gradient_bytes=5, working_bytes=2)])
+    >>> chain([layer] * 3).fullest
+    Parts(activations=0, logits=0, dispatch=0, gradients=15, temporaries=2)
     """
-    layout = layout or Layout()
-
-    def brief(ops: Iterable[Op]) -> Segment:
-        return segment(rank_tape(ops, layout), has_gradients=has_gradients)
-
-    def layers(*, is_dense: bool) -> Segment:
-        return brief(block_tape(cfg, step, is_dense=is_dense, stream=step.weights))
-
-    n_first_dense = cfg.n_layers if cfg.moe is None else cfg.n_dense_layers
-    n_dense = max(min(chunk.layers.stop, n_first_dense) - chunk.layers.start, 0)
-    n_sparse = len(chunk.layers) - n_dense
-    n_mtp = cfg.n_mtp if chunk.is_last else 0
-    parts = [brief([rotations(cfg.attention, step)])]
-    if chunk.is_first:
-        first = _first_embedding(cfg, step, n_mtp=n_mtp, has_gradients=has_gradients)
-        parts.insert(0, brief([first]))
-    if n_dense:
-        parts.append(layers(is_dense=True).times(n_dense))
-    if n_sparse:
-        parts.append(layers(is_dense=False).times(n_sparse))
-    if chunk.is_last:
-        parts.append(brief(last_tape(cfg, step)))
-    parts.append(brief(balance_tape(cfg, step, n_sparse, n_mtp)))
-    return reduce(Segment.then, parts)
-
-
-def _first_embedding(
-    cfg: ModelConfig, step: Pass, *, n_mtp: int, has_gradients: bool
-) -> Op:
-    """Return the look-up, whose gradient is the first, or is added to MTP's."""
-    op = embedding(cfg, step)
-    if not n_mtp:
-        return op
-    # Another's gradient is counted already, if not as one to add to: own, and sum.
-    n_others = 3 if has_gradients else 2
-    return op.beside(n_others * op.gradient_bytes)._replace(gradient_bytes=0)
+    kept, before, fullest, after = zip(*segments, strict=True)
+    # At the fullest instant of each: what lives of all runs.
+    n_before = [0, *accumulate(map(sum, before))]
+    n_after = [0, *accumulate(map(sum, after))]
+    live = [
+        n_before[index] + sum(own) + n_after[-1] - n_after[index + 1]
+        for index, own in enumerate(fullest)
+    ]
+    most = live.index(max(live))
+    at_most = (*before[:most], fullest[most], *after[most + 1 :])
+    return Segment(sums(kept), sums(before), sums(at_most), sums(after))

@@ -6,7 +6,7 @@ that keeps it first, which is the last to give it back.
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import torch
@@ -93,6 +93,12 @@ class Pass:
         """Whether autocast is on."""
         return self.weights != self.compute
 
+    def shorter(self, n: int) -> "Pass":
+        """Return the pass over sequences `n` tokens shorter, with its share of rows."""
+        seq_len = self.seq_len - n
+        n_rows = None if self.n_rows is None else self.n_rows * seq_len / self.seq_len
+        return replace(self, seq_len=seq_len, n_rows=n_rows)
+
 
 class Kept(NamedTuple):
     """One storage that the backward waits for."""
@@ -133,7 +139,13 @@ class Op(NamedTuple):
 
     def beside(self, n_bytes: int) -> "Op":
         """Return the same operator while so many other bytes wait for another."""
-        return self._replace(working_bytes=self.working_bytes + n_bytes)
+        module, kept, gradient, working, *more = self
+        return Op(module, kept, gradient, working + n_bytes, *more)
+
+    def within(self, module: str) -> "Op":
+        """Return the same operator of a module in another."""
+        name = f"{module}.{self.module}" if self.module else module
+        return Op(name, *self[1:])
 
 
 def activation(what: str, n_values: int, dtype: torch.dtype, **more: bool) -> Kept:

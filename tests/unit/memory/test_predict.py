@@ -1,6 +1,5 @@
 """Predicted steps against steps of a real Trainer, and what follows from arithmetic."""
 
-from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -19,13 +18,9 @@ from labkit.config import (
 )
 from labkit.memory import STATES, apply_recompute, measure
 from labkit.memory.persistent import persistent_by_stage
-from labkit.memory.pipeline import ChunkPrices
-from labkit.memory.playback import fullest_instant, kept_by_part
 from labkit.memory.predict import predict
-from labkit.memory.recompute import RECOMPUTE_POLICIES, block_policies
-from labkit.memory.replay import replay_tape
-from labkit.memory.stages import Chunk, stage_layers
-from labkit.memory.tape import Pass
+from labkit.memory.recompute import RECOMPUTE_POLICIES
+from labkit.memory.stages import stage_layers
 from labkit.model import Transformer
 from labkit.training import Trainer, corpus
 
@@ -147,25 +142,29 @@ TINY = PRESETS["tiny"]
 TRAIN = TrainConfig(micro_batch=1, global_batch=8, seq_len=64)
 
 
-@pytest.mark.parametrize("policy", [*RECOMPUTE_POLICIES])
-@pytest.mark.parametrize("mtp", [None, MTPConfig()], ids=["", "mtp"])
-def test_chunks_priced_by_kind_are_the_whole_tape(policy, mtp):
-    cfg = replace(TINY, mtp=mtp, n_layers=6)
-    step, layout = Pass(batch=1, seq_len=64), Layout(dp=2, tp=2, ep=2)
-    prices = ChunkPrices(
-        cfg=cfg,
-        step=step,
-        layout=layout,
-        policies=block_policies(policy, 6 + cfg.n_mtp),
-        has_gradients=False,
-        has_buffer=False,
+def test_stages_name_the_modules_that_keep_their_bytes():
+    train = replace(TRAIN, global_batch=1)
+    whole = predict(TINY, train).by_module
+    first, last_stage = (
+        report.by_module for report in predict(TINY, train, Layout(pp=2)).by_stage
     )
-    chunk = prices.of(Chunk(layers=range(6), is_first=True, is_last=True))
-    tape = replay_tape(cfg, step, policy, layout=layout)
+    turns = 64 * 8 * 8  # of RoPE, which every stage keeps
+    whole["layers.3.attn"] += turns
 
-    assert chunk.kept == +Counter(kept_by_part(tape))
-    if mtp is None:  # else embedding and head are used twice, in one tape
-        assert chunk.fullest.total() == Counter(fullest_instant(tape)).total()
+    assert {**first, **last_stage, "loss": whole["loss"]} == whole
+    assert first["loss"] + last_stage["loss"] == whole["loss"]
+
+
+@pytest.mark.parametrize("policy", [*RECOMPUTE_POLICIES])
+@pytest.mark.parametrize("schedule", ["1f1b", "dualpipev"])
+def test_activations_of_each_stage_are_those_by_module(policy, schedule):
+    train = replace(TRAIN, micro_batch=2, precision="bf16")
+    layout = Layout(pp=2, dp=2, vpp=2, tp=2, ep=2)
+    report = predict(TINY, train, layout, recompute=policy, schedule=schedule)
+
+    for stage in report.by_stage:
+        kept = last(stage, "end of forward")["activations"]
+        assert sum(stage.by_module.values()) == kept
 
 
 def test_the_first_stage_keeps_a_micro_batch_for_each_stage():

@@ -74,8 +74,10 @@ class Guess:
     def _acknowledge(self, _: object) -> None:
         """Say under the box what was understood."""
         if self.value is None and self._box.value:
+            unit = f", in {self.unit}" if self.unit else ""
             text = (
-                f"{self._box.value!r} is not a number: write it as 0.4, 1,300 or 1e9."
+                f"{self._box.value!r} is not a number: write it as 0.4, 1,300 or 1e9"
+                f"{unit}."
             )
         elif self.value is None:
             text = ""

@@ -1,6 +1,7 @@
 """Exercises of notebook 01: counting, routing, predicting, and a sparse giant."""
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 from jaxtyping import Float
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from labkit.config import PRESETS, MLAConfig, ModelConfig
 from labkit.config.counts import attention_params
+from labkit.workbook.exercises.config_changes import changed_fields
 from labkit.workbook.exercises.mla_parts import left_out
 from labkit.workbook.exercises.spec import Case, Exercise, Misconception, Score
 
@@ -88,10 +90,6 @@ SPARSE = replace(
     ),
 )
 """An answer to "sparse_giant": its routers cost as much as its active experts."""
-
-
-def _keeps_the_rest(cfg: ModelConfig) -> bool:
-    return replace(cfg, moe=LITE.moe) == LITE
 
 
 EXERCISES = (
@@ -340,9 +338,9 @@ EXERCISES = (
                 unit="billion",
             ),
             Case(
-                given="“all but the experts is V2-Lite's”",
-                measure=_keeps_the_rest,
-                expected=True,
+                given="what changed outside the experts",
+                measure=partial(changed_fields, original=LITE, but="moe"),
+                expected="nothing",
             ),
         ),
         misconceptions=(
@@ -350,6 +348,7 @@ EXERCISES = (
                 LITE,
                 "the model you started from: fewer experts per token, or thinner ones",
             ),
+            Misconception(LITE.moe, "give a whole ModelConfig, not a part of it"),
             Misconception(
                 replace(LITE, moe=None, inter_dim=43_000),
                 "without experts every parameter works on every token",

@@ -1,7 +1,8 @@
 """Exercises of notebook 06: what a cache keeps, absorbing, and a broken write."""
 
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
+from functools import partial
 
 import torch
 from jaxtyping import Float, Int
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from labkit.config import PRESETS, GQAConfig, MLAConfig, ModelConfig
 from labkit.memory import AllocationCount
+from labkit.workbook.exercises.config_changes import changed_fields
 from labkit.workbook.exercises.spec import Case, Exercise, Misconception
 
 V3 = PRESETS["v3-671b"]
@@ -97,13 +99,6 @@ def _width(name: str) -> Callable[[ModelConfig], int]:
     return lambda cfg: getattr(cfg.attention, name, 0) or 0
 
 
-def changed_outside_attention(cfg: ModelConfig) -> str:
-    """Return the fields that differ from DeepSeek-V3's, but for attention."""
-    names = (field.name for field in fields(V3) if field.name != "attention")
-    changed = [name for name in names if getattr(cfg, name) != getattr(V3, name)]
-    return ", ".join(changed) or "nothing"
-
-
 def _latent_of(rank: int, **widths: int | None) -> ModelConfig:
     """Return DeepSeek-V3 with another latent, and other widths of its attention."""
     return replace(V3, attention=replace(V3.attention, kv_lora_rank=rank, **widths))
@@ -169,12 +164,13 @@ EXERCISES = (
             ),
             Misconception(
                 lambda n_layers, a: 2 * n_layers * a.cache_width * 2,
-                "keys and values come from one latent: nothing is kept twice",
+                "twice too much: one latent for keys and values, two bytes a value",
             ),
             Misconception(
                 lambda n_layers, a: n_layers * a.cache_width,
                 "that counts values: a BF16 value takes two bytes",
             ),
+            Misconception(lambda n_layers, a: a.cache_width * 2, "that is one layer"),
         ),
         hints=(
             "Which two things must be kept so that keys and values of a past token "
@@ -318,6 +314,9 @@ EXERCISES = (
             Misconception(
                 72.5, "that is the decompressed cache: 276,480 bytes a token"
             ),
+            Misconception(58, "that is MHA: MLA keeps one latent for all heads"),
+            Misconception(7.25, "the rotary key is kept as well, beside the latent"),
+            Misconception(16.3, "twice too much: a BF16 value takes two bytes"),
             Misconception(0.302, "that is one layer: there are 27"),
             Misconception(1.02, "that is one sequence: there are eight"),
             Misconception(4.08, "that is one byte a value: BF16 has two"),
@@ -344,7 +343,7 @@ EXERCISES = (
         cases=(
             Case(
                 given="what changed outside attention",
-                measure=changed_outside_attention,
+                measure=partial(changed_fields, original=V3, but="attention"),
                 expected="nothing",
             ),
             Case(given="the heads", measure=_width("n_heads"), expected=128),
@@ -367,6 +366,7 @@ EXERCISES = (
         ),
         misconceptions=(
             Misconception(V3, "the model as it is: its latent is 512 wide"),
+            Misconception(V3.attention, "give a whole ModelConfig, not a part of it"),
             Misconception(
                 NO_ROTATION,
                 "the rotary key tells positions apart: it is no room to save in",

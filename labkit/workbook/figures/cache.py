@@ -117,7 +117,12 @@ def _draw_memory(
     axes.set_xlabel(about)
     axes.grid(visible=False, axis="y")
     axes.legend(
-        loc="lower left", bbox_to_anchor=(0, 1), ncols=3, frameon=False, borderpad=0
+        loc="lower left",
+        bbox_to_anchor=(0, 1),
+        ncols=3,
+        columnspacing=1.5,  # room for three small numbers
+        frameon=False,
+        borderpad=0,
     )
 
 

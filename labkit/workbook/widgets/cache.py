@@ -230,8 +230,9 @@ def _bars(plan: CachePlan) -> list[Part]:
                 meaning="cache",
             )
         )
+    source = " in BF16" if plan.is_fp32 else ", published"
     for name, n_bytes in published_bytes_per_token().items():
-        part = Part(name=f"{name}, published", amount=n_bytes, meaning="idle")
+        part = Part(name=name + source, amount=n_bytes, meaning="idle")
         parts.append(part)
     return parts
 

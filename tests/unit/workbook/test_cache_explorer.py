@@ -165,6 +165,21 @@ def test_no_name_is_cut_off_at_the_left_and_no_amount_at_the_right():
         assert max(box.x1 for box in boxes) <= fig.bbox.width
 
 
+def test_small_amounts_are_not_cut_off_in_the_legend():
+    fig = draw(at(model=V2_LITE, n_heads=16, context=1024, n_gpus=128))
+    legend = fig.axes[-1].get_legend()
+    fig.draw_without_rendering()
+
+    assert "weights 0.245 GB" in [text.get_text() for text in legend.get_texts()]
+    assert legend.get_window_extent().x1 <= fig.bbox.width
+
+
+def test_beside_a_cache_in_fp32_published_ones_are_said_to_be_in_bf16():
+    shown = texts(draw(at(is_fp32=True)))
+
+    assert {"LLaMA-3.1-405B in BF16", "516,096"} <= set(shown)
+
+
 def test_a_bar_far_over_the_limit_is_cut_and_says_how_far_it_goes():
     fig = draw(at(kind="MHA", context=2**20, batch=256))
     shown, memory = texts(fig), fig.axes[-1]

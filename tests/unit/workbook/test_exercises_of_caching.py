@@ -90,3 +90,23 @@ def test_fewer_layers_are_no_smaller_attention():
 @pytest.mark.parametrize(("gigabytes", "mark"), [(8.15, "✓"), (8, "✓"), (9.21, "✗")])
 def test_the_number_that_the_explorer_opens_with_is_no_answer(gigabytes, mark):
     assert grade(find("cache_of_a_batch"), gigabytes).mark == mark
+
+
+@pytest.mark.parametrize("name", ["smaller_cache", "sparse_giant"])
+@pytest.mark.parametrize("part", [V3.attention, V3.moe, {"kv_lora_rank": 192}])
+def test_a_part_of_a_config_is_no_config(name, part):
+    assert grade(find(name), part).line.endswith(
+        "(give a whole ModelConfig, not a part of it)"
+    )
+
+
+def test_fewer_layers_are_no_sparser_experts():
+    solution = find("sparse_giant").solution
+    # Enough experts to stay within 10 to 16 billion parameters.
+    moe = replace(solution.moe, n_routed_experts=570)
+    fewer = replace(solution, n_layers=26, moe=moe)
+
+    assert grade(find("sparse_giant"), fewer).line == (
+        "✗ for what changed outside the experts: you gave 'n_layers', expected "
+        "'nothing'"
+    )

@@ -49,6 +49,12 @@ def test_a_guess_that_is_no_number_is_no_guess_and_says_so():
     assert "&#x27;lots&#x27; is not a number" in guess._note.value
 
 
+def test_a_guess_in_another_unit_is_told_which_one_counts():
+    guess = number("1.3 TB")
+    assert guess.value is None
+    assert "write it as 0.4, 1,300 or 1e9, in GB." in guess._note.value
+
+
 @pytest.mark.parametrize(
     ("text", "value"),
     [

@@ -1,0 +1,397 @@
+"""The recompute chooser: what to compute twice, where, and what that saves and costs.
+
+    widgets.explore(draw, describe, caption="…", plan=RecomputeControls())
+
+Choosing a model sets its micro-batch and its sequence.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Literal
+
+from ipywidgets import ValueWidget, VBox
+from matplotlib.figure import Figure
+
+from labkit.config import PRESETS, Layout, ModelConfig, TrainConfig
+from labkit.hardware import accelerator
+from labkit.memory import STATES, MemoryReport, States, predict
+from labkit.memory.cost import StepTimes, step_times
+from labkit.memory.recompute import block_policies
+from labkit.workbook.figures.recompute import Level, Place, frontier
+from labkit.workbook.recompute import kept_bytes
+from labkit.workbook.spelling import spell
+from labkit.workbook.widgets.controls import choice, row, steps, switch
+
+Settings = Mapping[str, Any]
+"""The controls' values, by the names of `RecomputePlan`'s fields."""
+
+GB, MB = 10**9, 10**6
+
+DEVICE = "h800"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """A model, and the ranks that it is trained on."""
+
+    preset: str
+    ranks: str
+    """As the status line calls the one that holds most."""
+
+    layout: Layout = field(default_factory=Layout)
+    device: Literal["cpu", "gpu"] = "gpu"
+    states: States = STATES["deepseek-v3"]
+    zero: int = 1
+    n_micro_batches: int = 64
+    micro_batch: int = 1
+    seq_len: int = 4096
+
+    @property
+    def cfg(self) -> ModelConfig:
+        return PRESETS[self.preset]
+
+    @property
+    def n_blocks(self) -> int:
+        """Layers and MTP modules."""
+        return self.cfg.n_layers + self.cfg.n_mtp
+
+    def recipe(self, micro_batch: int, seq_len: int) -> TrainConfig:
+        """Return the training recipe for a micro-batch of so many tokens."""
+        return TrainConfig(
+            micro_batch=micro_batch,
+            global_batch=micro_batch * self.layout.dp * self.n_micro_batches,
+            seq_len=seq_len,
+            precision="fp32" if self.device == "cpu" else "bf16",
+        )
+
+
+MACHINES: Mapping[str, Machine] = MappingProxyType(
+    {
+        "DeepSeek-V3, 671B on 2,048 GPUs": Machine(
+            preset="v3-671b",
+            ranks="the fullest of 2,048 ranks",
+            layout=Layout(pp=16, dp=128, ep=64),
+        ),
+        "DeepSeek-V2-Lite, 16B on 16 GPUs": Machine(
+            preset="v2-lite-16b",
+            ranks="the fullest of 16 ranks",
+            layout=Layout(pp=2, dp=8, ep=8),
+            n_micro_batches=8,
+        ),
+        "small, on one CPU in FP32": Machine(
+            preset="small",
+            ranks="this CPU",
+            device="cpu",
+            states=STATES["trainer"],
+            zero=0,
+            n_micro_batches=1,
+            micro_batch=4,
+            seq_len=256,
+        ),
+    }
+)
+
+WHAT = MappingProxyType(
+    {
+        "norms, up-projections, SwiGLU": "selective",
+        "attention": "attention",
+        "experts": "moe",
+        "whole blocks": "full",
+    }
+)
+"""Policies by what they run again."""
+
+OTHERS = MappingProxyType({"nothing": "none"} | dict(WHAT))
+
+FIXED = MappingProxyType(
+    {
+        "none": "none",
+        "every 4th": "every_k",
+        "experts": "moe",
+        "attention": "attention",
+        "selective": "selective",
+        "full": "full",
+    }
+)
+"""Policies of the whole model that are drawn beside the chosen one, by name."""
+
+EVERY = (1, 2, 3, 4, 6, 8, 16)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Price:
+    """What policies cost, predicted for one rank."""
+
+    time: float
+    """Extra time, as a share of a step without recompute."""
+
+    peak: int
+    kept: int
+    lasting: int
+    """Bytes of weights, gradients and optimizer, which no policy changes."""
+
+    def beats(self, other: "Price") -> bool:
+        """Return whether this takes less memory and no more time."""
+        return self.peak < other.peak and self.time <= other.time
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecomputePlan:
+    """What the chooser's controls stand at, and what follows from them."""
+
+    model: str
+    what: str
+    k: int
+    """The first of every k blocks runs it again."""
+
+    others: str
+    """What all other blocks run again."""
+
+    micro_batch: int
+    seq_len: int
+    is_fp8: bool = False
+    """Whether linear layers keep FP8 copies of what they read, as DeepSeek-V3's do."""
+
+    is_kept: bool = False
+    """Whether the figure shows what is kept, in place of the peak."""
+
+    @property
+    def machine(self) -> Machine:
+        return MACHINES[self.model]
+
+    @property
+    def recipe(self) -> TrainConfig:
+        return self.machine.recipe(self.micro_batch, self.seq_len)
+
+    @property
+    def policies(self) -> tuple[str, ...]:
+        """The policy of each block."""
+        what, others = WHAT[self.what], OTHERS[self.others]
+        n = self.machine.n_blocks
+        return tuple(others if i % self.k else what for i in range(n))
+
+    def prices(self) -> tuple[Price, dict[str, Price]]:
+        """Return the price of the chosen policies, and those of fixed ones by name."""
+        times, n = self.times(), self.machine.n_blocks
+        fixed = {
+            name: self.price(block_policies(policy, n), times)
+            for name, policy in FIXED.items()
+        }
+        return self.price(self.policies, times), fixed
+
+    @property
+    def cached(self) -> Literal["compute", "fp8"]:
+        """How linear layers keep what they read; FP32 training has no FP8 copies."""
+        return "fp8" if self.is_fp8 and self.machine.device == "gpu" else "compute"
+
+    def times(self) -> StepTimes:
+        """Return the times of a step's parts."""
+        machine = self.machine
+        return step_times(
+            machine.cfg,
+            self.recipe,
+            machine.layout,
+            machine.device,
+            states=machine.states,
+            zero=machine.zero,
+        )
+
+    def price(self, policies: Sequence[str], times: StepTimes) -> Price:
+        """Return the price of these policies, one per block."""
+        report = self.predicted(policies)
+        return Price(
+            time=times.cost(policies),
+            peak=report.peak,
+            kept=kept_bytes(report),
+            lasting=report.persistent,
+        )
+
+    def predicted(self, policies: Sequence[str]) -> MemoryReport:
+        """Return the bytes of the fullest rank under these policies."""
+        machine = self.machine
+        return predict(
+            machine.cfg,
+            self.recipe,
+            machine.layout,
+            machine.device,
+            recompute=policies,
+            states=machine.states,
+            zero=machine.zero,
+            cached=self.cached,
+        )
+
+    @property
+    def capacity(self) -> int | None:
+        """Memory of one GPU; a CPU's is not asked for."""
+        if self.machine.device == "cpu":
+            return None
+        return accelerator(DEVICE).memory_bytes
+
+
+class RecomputeControls(VBox, ValueWidget):
+    """Controls over policies, with models to start from, at DeepSeek-V3.
+
+    `value` holds what they stand at. It changes once per move, also when a model moves
+    several of them.
+    """
+
+    def __init__(self) -> None:
+        self.controls = _controls()
+        self._is_loading = False
+        super().__init__([row(control) for control in self.controls.values()])
+        self.value = self._read()
+        for name, control in self.controls.items():
+            control.observe(lambda _, name=name: self._follow(name), "value")
+
+    def _read(self) -> dict[str, Any]:
+        return {name: control.value for name, control in self.controls.items()}
+
+    def _follow(self, moved: str) -> None:
+        """Take over a move, with what follows from it."""
+        if self._is_loading:
+            return
+        if moved == "model":
+            self._is_loading = True
+            machine = MACHINES[self.controls["model"].value]
+            self.controls["micro_batch"].value = machine.micro_batch
+            self.controls["seq_len"].value = machine.seq_len
+            self._is_loading = False
+        self.value = self._read()
+
+
+def _controls() -> dict[str, ValueWidget]:
+    lengths = [2**n for n in range(8, 16)]
+    return {
+        "model": choice("model", list(MACHINES)),
+        "what": choice("compute again", list(WHAT)),
+        "k": steps("in the first of every", EVERY, value=1, unit="blocks"),
+        "others": choice("in the other blocks", list(OTHERS)),
+        "micro_batch": steps(
+            "micro-batch", (1, 2, 4, 8, 16), value=1, unit="sequences"
+        ),
+        "seq_len": steps("sequence", lengths, value=4096, unit="tokens"),
+        "is_fp8": switch("linear layers keep FP8 copies"),
+        "is_kept": switch("draw what is kept, not the peak"),
+    }
+
+
+def draw(plan: Settings) -> Figure:
+    """Return the figure for the controls' values."""
+    chosen = RecomputePlan(**plan)
+    price, fixed = chosen.prices()
+    unit, name = _unit(chosen)
+
+    def place(text: str, price: Price, **more: Any) -> Place:  # noqa: ANN401
+        n_bytes = price.kept if chosen.is_kept else price.peak
+        return Place(name=text, time=100 * price.time, memory=n_bytes / unit, **more)
+
+    places = [place(text, each) for text, each in fixed.items() if each != price]
+    places.append(place("your choice", price, meaning="chosen"))
+    what = "kept for the backward" if chosen.is_kept else "peak"
+    return frontier(
+        places,
+        title=_title(chosen, price, fixed["none"]),
+        x="extra time per step, predicted (%)",
+        y=f"{what}, predicted ({name})",
+        levels=() if chosen.is_kept else _levels(chosen, price),
+    )
+
+
+def _levels(plan: RecomputePlan, price: Price) -> list[Level]:
+    """Return the card's memory, and what no policy touches."""
+    unit, _ = _unit(plan)
+    text = f"weights, gradients, optimizer: {_size(plan, price.lasting)}"
+    levels = [Level(name=text, memory=price.lasting / unit, is_limit=False)]
+    if plan.capacity is not None:
+        text = f"an H800: {_size(plan, plan.capacity)}"
+        levels.append(Level(name=text, memory=plan.capacity / unit))
+    return levels
+
+
+def describe(plan: Settings) -> str:
+    """Return what the controls' values mean, in numbers."""
+    chosen = RecomputePlan(**plan)
+    price, fixed = chosen.prices()
+    none = fixed["none"]
+    halves = [
+        f"peaks at {_change(chosen, price.peak, none.peak)}",
+        f"keeps {_change(chosen, price.kept, none.kept)} for the backward",
+    ]
+    first, second = reversed(halves) if chosen.is_kept else halves
+    text = (
+        f"{_blocks(chosen)}: {chosen.machine.ranks} {first} and {second}, for "
+        f"{100 * price.time:.1f} % more time."
+    )
+    notes = (text, _fit(chosen, price, fixed), _rival(price, fixed))
+    return " ".join(filter(None, notes))
+
+
+def _change(plan: RecomputePlan, now: int, before: int) -> str:
+    """Return bytes beside those without a policy."""
+    share = _percent(now, before)
+    return f"{_size(plan, now)} instead of {_size(plan, before)} ({share})"
+
+
+def _blocks(plan: RecomputePlan) -> str:
+    n, what = plan.machine.n_blocks, WHAT[plan.what]
+    size = f"{plan.micro_batch} × {plan.seq_len:,} tokens"
+    if plan.cached == "fp8":
+        size += ", FP8 copies"
+    elif plan.is_fp8:
+        size += ", no FP8 copies in FP32 training"
+    if plan.k == 1:
+        return f"“{what}” in all {n} blocks, {size}"
+    first = -(-n // plan.k)
+    return f"“{what}” in {first} blocks, “{OTHERS[plan.others]}” in {n - first}, {size}"
+
+
+def _title(plan: RecomputePlan, price: Price, none: Price) -> str:
+    pair = (price.kept, none.kept) if plan.is_kept else (price.peak, none.peak)
+    what = "kept" if plan.is_kept else "at the peak"
+    share = _percent(*pair).removeprefix("−")
+    model = plan.model.split(",")[0]
+    return f"{model}: {share} less {what}, for {100 * price.time:.1f} % more time"
+
+
+def _fit(plan: RecomputePlan, price: Price, fixed: Mapping[str, Price]) -> str:
+    """Return whether it fits a GPU, and what would if it does not."""
+    if plan.capacity is None:
+        return ""
+    card = f"an H800 ({_size(plan, plan.capacity)})"
+    if price.peak <= plan.capacity:
+        return f"It fits {card}."
+    fitting = {name: each for name, each in fixed.items() if each.peak <= plan.capacity}
+    over = _size(plan, price.peak - plan.capacity)
+    if not fitting:
+        return (
+            f"That is {over} more than {card}, and no policy fits: shorten the "
+            "sequence or lower the micro-batch."
+        )
+    name = min(fitting, key=lambda name: fitting[name].time)
+    return (
+        f"That is {over} more than {card}; “{name}” would fit for "
+        f"{100 * fitting[name].time:.1f} %."
+    )
+
+
+def _rival(price: Price, fixed: Mapping[str, Price]) -> str:
+    """Return which fixed policy is better in both, if one is."""
+    better = [name for name, each in fixed.items() if each.beats(price)]
+    if not better:
+        return ""
+    name = min(better, key=lambda name: fixed[name].peak)
+    return f"“{name}” is better: a lower peak, and no more time."
+
+
+def _unit(plan: RecomputePlan) -> tuple[int, str]:
+    return (MB, "MB") if plan.machine.device == "cpu" else (GB, "GB")
+
+
+def _size(plan: RecomputePlan, n_bytes: float) -> str:
+    unit, name = _unit(plan)
+    return f"{spell(n_bytes / unit)} {name}"
+
+
+def _percent(now: float, before: float) -> str:
+    return f"−{100 * (1 - now / before):.0f} %"

@@ -1,5 +1,8 @@
 """Numbers with units, as people write them: decimal for rates, binary for memory."""
 
+import math
+import re
+
 _DECIMAL = ("", "k", "M", "G", "T", "P")
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -26,3 +29,24 @@ def memory(n_bytes: float) -> str:
     while abs(n_bytes) >= 999.5 and step < len(_BINARY) - 1:
         n_bytes, step = n_bytes / 1024, step + 1
     return f"{n_bytes:.3g} {_BINARY[step]}"
+
+
+def from_memory(text: str) -> int:
+    """Return the bytes that a person means; without a unit, they are bytes.
+
+    >>> from_memory("2GiB"), from_memory("1.5 kib"), from_memory("70272")
+    (2147483648, 1536, 70272)
+
+    Raises:
+        ValueError: it is no size, or less than a byte.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([a-z]*)\s*", text, re.IGNORECASE)
+    units = {unit.lower(): 1024**power for power, unit in enumerate(_BINARY)}
+    number, unit = match.groups() if match else ("0", "")
+    n_bytes = math.floor(float(number) * units.get(unit.lower() or "b", 0))
+    if n_bytes < 1:
+        raise ValueError(
+            f"a size must be a number above 0 with a unit of {', '.join(_BINARY)}; got "
+            f"{text!r}. Write 2GiB or 500MiB, for example."
+        )
+    return n_bytes

@@ -25,14 +25,12 @@ from labkit.training.checkpoint_check import (
     Tensors,
     check_tensors,
 )
+from labkit.training.optimizer import MOMENTS, first_state
 
 FORMAT = "labkit-checkpoint-1"
 
 CHECKPOINT_NAME = "checkpoint.safetensors"
 """Its name in the folder of a run."""
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
-"""What AdamW keeps for each parameter, besides the number of its steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +144,7 @@ def gather_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor
     """
     tensors = {f"model.{name}": tensor for name, tensor in _weights(model).items()}
     for name, parameter in model.named_parameters():
-        state = optimizer.state.get(parameter) or _first_state(parameter)
+        state = optimizer.state.get(parameter) or first_state(parameter)
         for key, value in state.items():
             tensors[f"optimizer.{key}.{name}"] = value
     tensors[RANDOM_STATE] = torch.get_rng_state()
@@ -184,12 +182,6 @@ def _weights(model: nn.Module) -> Tensors:
     persistent = model.state_dict(keep_vars=True)
     buffers = {n: buffer for n, buffer in model.named_buffers() if n in persistent}
     return dict(model.named_parameters()) | buffers
-
-
-def _first_state(parameter: nn.Parameter) -> Tensors:
-    """Return what AdamW keeps for a parameter before its first update."""
-    moments = {key: torch.zeros_like(parameter) for key in MOMENTS}
-    return {"step": torch.zeros(()), **moments}
 
 
 def _expected(weights: Tensors, parameters: Tensors) -> Tensors:

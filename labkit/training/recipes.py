@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from types import MappingProxyType
 
 from labkit.config import ModelConfig, TrainConfig
@@ -73,4 +74,19 @@ def require_fit(cfg: ModelConfig, train: TrainConfig) -> None:
         raise ValueError(
             f"vocab_size must be at least {BYTE_VOCAB}, because tokens are bytes; got "
             f"{cfg.vocab_size}. Set vocab_size={BYTE_VOCAB}."
+        )
+
+
+def require_run(n_steps: int, save_every: int | None, run_dir: Path | None) -> None:
+    """Raise ValueError unless so many steps can be done, and saved so often."""
+    if n_steps < 0:
+        raise ValueError(
+            f"n_steps must not be negative; got {n_steps}. "
+            "Set n_steps=None to go on to the end of the recipe."
+        )
+    if save_every is not None and (save_every < 1 or run_dir is None):
+        raise ValueError(
+            "save_every needs a run_dir and at least 1 step; got "
+            f"save_every={save_every} and run_dir={run_dir}. "
+            "Give the Trainer a run_dir, or set save_every=None."
         )

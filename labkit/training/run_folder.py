@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
+from labkit.monitor import Monitor
 from labkit.training.checkpoint import CHECKPOINT_NAME
+from labkit.training.ranks import Ranks
 
 try:
     import fcntl
@@ -14,6 +16,12 @@ except ImportError:  # Windows
     fcntl = None
 
 METRICS_NAME = "metrics.jsonl"
+
+
+def monitor_in(run_dir: Path | None, ranks: Ranks) -> Monitor:
+    """Return a monitor that writes records to the folder, if there is one."""
+    has_file = run_dir is not None and ranks.is_first
+    return Monitor(run_dir / METRICS_NAME if has_file else None)
 
 
 def require_new(run_dir: Path) -> None:

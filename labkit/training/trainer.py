@@ -11,13 +11,15 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
-import psutil
 import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from labkit.config import TrainConfig, model_to_dict
+from labkit.config import Layout, TrainConfig, model_to_dict
+from labkit.config.checks import require_whole
+from labkit.hardware.usage import used_memory
+from labkit.memory.out_of_memory import ALONE, OutOfMemory, memory_guard
 from labkit.model import Transformer
 from labkit.monitor import Monitor, StepMetrics
 from labkit.training import corpus as corpora
@@ -31,7 +33,6 @@ from labkit.training.accumulation import (
 )
 from labkit.training.checkpoint import (
     CHECKPOINT_NAME,
-    MOMENTS,
     Checkpoint,
     checkpoint_path,
     gather_tensors,
@@ -44,10 +45,10 @@ from labkit.training.checkpoint_check import read_configs
 from labkit.training.corpus import Corpus
 from labkit.training.evaluation import Evaluation, evaluate
 from labkit.training.interrupt import held_interrupt
-from labkit.training.optimizer import build_optimizer
+from labkit.training.optimizer import MOMENTS, build_optimizer
 from labkit.training.ranks import Ranks
-from labkit.training.recipes import require_fit
-from labkit.training.run_folder import METRICS_NAME, folder_in_use, require_new
+from labkit.training.recipes import require_fit, require_run
+from labkit.training.run_folder import folder_in_use, monitor_in, require_new
 from labkit.training.stopwatch import Stopwatch
 from labkit.training.windows import BatchCursor, Windows
 
@@ -66,9 +67,11 @@ class Trainer:
         corpus: the text.
         monitor: gets a record of every step; None writes `run_dir/metrics.jsonl`.
         run_dir: new folder for checkpoint and records; None keeps all in memory.
+        memory_limit: bytes of tensors that may live at once, as for `memory_guard`,
+            which makes steps slower; None is no limit.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913, each decides alone
         self,
         model: Transformer,
         train: TrainConfig,
@@ -76,8 +79,11 @@ class Trainer:
         *,
         monitor: Monitor | None = None,
         run_dir: str | Path | None = None,
+        memory_limit: int | None = None,
     ) -> None:
         require_fit(model.cfg, train)
+        if memory_limit is not None:
+            require_whole({"memory_limit": memory_limit})
         self.run_dir = None if run_dir is None else Path(run_dir)
         if self.run_dir is not None:
             require_new(self.run_dir)
@@ -96,7 +102,10 @@ class Trainer:
         self.n_tokens_seen = 0
         self.load: Int[Tensor, "l e"] | None = None
         """Tokens that the last step routed to each expert, over all ranks."""
-        self.monitor = monitor or _monitor_in(self.run_dir, self.ranks)
+        self.monitor = monitor or monitor_in(self.run_dir, self.ranks)
+        self.memory_limit = memory_limit
+        self._remedies = ALONE
+        """What an answer to `OutOfMemory` may propose to change."""
         self._folder: Path | None = None
         """The folder that holds this run already."""
         self._n_steps_saved: int | None = None
@@ -111,6 +120,7 @@ class Trainer:
         corpus: Corpus | None = None,
         monitor: Monitor | None = None,
         device: torch.device | str | None = None,
+        memory_limit: int | None = None,
     ) -> "Trainer":
         """Return a Trainer that goes on where a checkpoint was written.
 
@@ -119,6 +129,7 @@ class Trainer:
             corpus: the run's text; None finds it again where it was.
             monitor: as for a new Trainer.
             device: where to train; None is PyTorch's default device.
+            memory_limit: as for a new Trainer.
 
         Raises:
             ValueError: the checkpoint is not whole, or the text is another one. The
@@ -138,7 +149,8 @@ class Trainer:
             model,
             train,
             corpus,
-            monitor=monitor or _monitor_in(run_dir, Ranks.current()),
+            monitor=monitor or monitor_in(run_dir, Ranks.current()),
+            memory_limit=memory_limit,
         )
         trainer.run_dir = run_dir
         trainer.cursor.load_state_dict(values["cursor"])
@@ -147,6 +159,7 @@ class Trainer:
         trainer._folder = run_dir
         trainer._n_steps_saved = None if run_dir is None else trainer.n_steps_done
         trainer.n_tokens_seen = values["n_tokens_seen"]
+        trainer._remedies = ("recompute",)  # the recipe is fixed
         return trainer
 
     def save(self, path: str | Path | None = None) -> Path:
@@ -187,7 +200,27 @@ class Trainer:
         write_checkpoint(path, Checkpoint(tensors, values))
 
     def step(self) -> StepMetrics:
-        """Do one optimizer step over the global batch and return its record."""
+        """Do one optimizer step over the global batch and return its record.
+
+        Raises:
+            OutOfMemory: it needs more than there is, or than `memory_limit`.
+        """
+        guard = memory_guard(
+            self.model,
+            self.train,
+            self.optimizer,
+            limit=self.memory_limit,
+            kinds=self._remedies,
+            layout=Layout(dp=self.ranks.world),
+        )
+        try:
+            with guard:
+                return self._step()
+        except OutOfMemory as error:
+            self._is_whole |= error.is_undone
+            raise
+
+    def _step(self) -> StepMetrics:
         stopwatch = Stopwatch(self.device)
         batch = self.cursor.peek(self.train.global_batch).to(self.device)
         scale = self._loss_scale(batch.n_targets)
@@ -264,7 +297,7 @@ class Trainer:
             lr=lr,
             tokens_per_second=tokens_per_second,
             mfu=self._mfu(tokens_per_second),
-            memory_bytes=memory_bytes(self.device),
+            memory_bytes=used_memory(self.device),
             expert_load=busiest_by_mean(loss.load),
             **{f"{phase}_seconds": seconds[phase] for phase in seconds},
         )
@@ -296,7 +329,7 @@ class Trainer:
         """
         if n_steps is None:
             n_steps = max(self.train.n_steps - self.n_steps_done, 0)
-        self._check_run(n_steps, save_every)
+        require_run(n_steps, save_every, self.run_dir)
         is_hidden = not (progress and self.ranks.is_first)
         records: list[StepMetrics] = []
         folder = self._folder_in_use()
@@ -338,19 +371,6 @@ class Trainer:
                 self._write(self.run_dir / CHECKPOINT_NAME)
             raise
 
-    def _check_run(self, n_steps: int, save_every: int | None) -> None:
-        if n_steps < 0:
-            raise ValueError(
-                f"n_steps must not be negative; got {n_steps}. "
-                "Set n_steps=None to go on to the end of the recipe."
-            )
-        if save_every is not None and (save_every < 1 or self.run_dir is None):
-            raise ValueError(
-                "save_every needs a run_dir and at least 1 step; got "
-                f"save_every={save_every} and run_dir={self.run_dir}. "
-                "Give the Trainer a run_dir, or set save_every=None."
-            )
-
     def evaluate(self, n_batches: int = 8) -> Evaluation:
         """Return the loss on a fixed sample of validation windows.
 
@@ -375,18 +395,3 @@ class Trainer:
         )
         dtype = COMPUTE_DTYPES[self.train.precision]
         return evaluate(self.model, batches, dtype=dtype, ranks=self.ranks)
-
-
-def memory_bytes(device: torch.device) -> int:
-    """Return the process's resident set; on CUDA the peak of bytes allocated.
-
-    On CUDA this has not been run.
-    """
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return psutil.Process().memory_info().rss
-
-
-def _monitor_in(run_dir: Path | None, ranks: Ranks) -> Monitor:
-    has_file = run_dir is not None and ranks.is_first
-    return Monitor(run_dir / METRICS_NAME if has_file else None)

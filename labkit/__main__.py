@@ -20,7 +20,8 @@ COMMANDS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status.
 
-    A mistake in its use gives 2; a disk that fails it or a run that diverges gives 1.
+    A mistake in its use gives 2; a disk or a memory that fails it, or a run that
+    diverges, gives 1.
     An interrupt gives 130 and a reader that goes away 141, as in a shell.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):  # what it cannot show becomes "?"
@@ -57,8 +58,8 @@ def _run(name: str, arguments: Sequence[str]) -> int:
         # At exit Python would write the rest again, and complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except (ValueError, OSError, FloatingPointError) as error:
-        message = in_options(str(error), command.TERMS)
+    except (ValueError, OSError, FloatingPointError, MemoryError) as error:
+        message = in_options(str(error) or "out of memory", command.TERMS)
         print(f"labkit {name}: {message}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
     except KeyboardInterrupt:

@@ -20,6 +20,9 @@ import torch
 
 from labkit.config import PRESETS, ModelConfig, TrainConfig
 from labkit.hardware import measure
+from labkit.hardware.units import from_memory
+from labkit.memory import RECOMPUTE_POLICIES, apply_recompute
+from labkit.memory.out_of_memory import OutOfMemory
 from labkit.model import Transformer, generate
 from labkit.monitor import Monitor, StepMetrics
 from labkit.training import RECIPES, Corpus, Trainer, corpus, faster_precision
@@ -50,6 +53,8 @@ TERMS = {
     "seq_len": "--seq-len",
     "lr": "--lr",
     "seed": "--seed",
+    "precision": "--precision",
+    "recompute": "--recompute",
     "run_dir": "--out",
     "choose another folder": "choose another --out",
     "build the model": "choose a preset",
@@ -82,6 +87,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "bytes of text to generate at the end (default: 200)"
     parser.add_argument("--sample", metavar="N", type=int, default=200, help=text)
     parser.add_argument("--threads", metavar="N", type=int, help="CPU threads")
+    text = "what to run again in the backward, to keep less (default: none)"
+    parser.add_argument("--recompute", choices=RECOMPUTE_POLICIES, help=text)
+    text = "most bytes of tensors at once, as in 2GiB; a step that needs more says why"
+    parser.add_argument("--memory-limit", metavar="SIZE", help=text)
     text = "measure the peak of this machine first, and report MFU"
     parser.add_argument("--mfu", action="store_true", help=text)
     parser.add_argument("--tensorboard", action="store_true")
@@ -126,8 +135,16 @@ def _train(options: argparse.Namespace, ranks: Ranks) -> None:
     trainer = _resumed(options) if options.resume else _new(options, ranks)
     if ranks.is_first:
         trainer.monitor = _monitor(options, trainer)
+    if options.recompute is not None:
+        apply_recompute(trainer.model, options.recompute)
     say(_describe(trainer))
-    records = trainer.run(progress=False, save_every=options.save_every)
+    go_on = f"go on with: python -m labkit train --resume {trainer.run_dir}"
+    try:
+        records = trainer.run(progress=False, save_every=options.save_every)
+    except OutOfMemory:
+        if trainer.n_steps_done > 0:
+            say(f"stopped after step {trainer.n_steps_done}; {go_on}")
+        raise
     evaluation = trainer.evaluate()
     say(
         f"validation  {evaluation.nats:.4f} nats, "
@@ -141,8 +158,7 @@ def _train(options: argparse.Namespace, ranks: Ranks) -> None:
     if options.sample > 0 and ranks.is_first:
         say(_sample(trainer, options.sample))
     if trainer.n_steps_done < trainer.train.n_steps:
-        command = f"python -m labkit train --resume {trainer.run_dir}"
-        say(f"stopped after step {trainer.n_steps_done}; go on with: {command}")
+        say(f"stopped after step {trainer.n_steps_done}; {go_on}")
     say(f"saved in {trainer.run_dir}")
 
 
@@ -172,7 +188,8 @@ def _resumed(options: argparse.Namespace) -> Trainer:
             "--resume goes on with the saved recipe and takes no options of a new run; "
             f"got {', '.join(_flag(name) for name in given)}. Leave them out."
         )
-    trainer = Trainer.resume(options.resume, device=_device())
+    limit = _memory_limit(options)
+    trainer = Trainer.resume(options.resume, device=_device(), memory_limit=limit)
     if trainer.run_dir is None:  # a copy under another name: a run of its own
         trainer.run_dir = Path(options.resume).parent
         require_new(trainer.run_dir)
@@ -186,6 +203,7 @@ def _flag(name: str) -> str:
 def _new(options: argparse.Namespace, ranks: Ranks) -> Trainer:
     preset = options.preset or "tiny"
     cfg, train = PRESETS[preset], _recipe(options, preset)
+    limit = _memory_limit(options)
     run_dir = Path(options.out or f"runs/{_run_name(preset)}")
     # All that can be refused is, before the corpus writes its tokens.
     ranks.share(train.global_batch)
@@ -201,7 +219,16 @@ def _new(options: argparse.Namespace, ranks: Ranks) -> Trainer:
     model = Transformer(cfg, device=_device(), generator=generator)
     if options.precision == "auto":
         train = replace(train, precision=_faster(model, train, text, ranks))
-    return Trainer(model, train, text, run_dir=run_dir)
+    return Trainer(model, train, text, run_dir=run_dir, memory_limit=limit)
+
+
+def _memory_limit(options: argparse.Namespace) -> int | None:
+    if options.memory_limit is None:
+        return None
+    try:
+        return from_memory(options.memory_limit)
+    except ValueError as error:
+        raise ValueError(f"--memory-limit: {error}") from error
 
 
 def _run_name(preset: str) -> str:

@@ -302,3 +302,64 @@ def test_a_full_disk_leaves_nothing_and_the_same_command_works_later(
     assert "Nothing was written; free some space or" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
     assert train("--steps", "1", "--sample", "0") == 0
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_step_that_does_not_fit_is_answered_and_leaves_nothing(
+    train, tmp_path, capsys
+):
+    assert train("--steps", "3", "--memory-limit", "20MiB") == 1
+    captured = capsys.readouterr()
+    lines = captured.err.splitlines()
+    assert lines[0].startswith("labkit train: out of memory, ")
+    assert lines[0].endswith(" passed the limit of 20 MiB")
+    assert "micro_batch" not in captured.err and "--micro-batch" in captured.err
+    assert "Traceback" not in captured.err and len(lines) <= 15
+    assert "stopped after" not in captured.out
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_step_that_does_not_fit_leaves_the_steps_before_it(train, tmp_path, capsys):
+    # The first step needs no moments in its backward, the second does.
+    options = ("--steps", "3", "--seq-len", "64")
+    assert train(*options, "--memory-limit", "28.5MiB") == 1
+    command = f"python -m labkit train --resume {tmp_path / 'run'}"
+    assert f"stopped after step 1; go on with: {command}" in capsys.readouterr().out
+
+    resume = ("train", "--resume", str(tmp_path / "run"), "--sample", "0")
+    assert main([*resume, "--memory-limit", "1GiB"]) == 0
+    records = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert [record.step for record in records] == [1, 2, 3]
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_remedy_of_the_answer_is_an_option_that_helps(train, tmp_path, capsys):
+    options = ["--steps", "2", "--global-batch", "4", "--seq-len", "96"]
+    options += ["--sample", "0", "--memory-limit", "37MiB"]
+    assert train(*options) == 1
+    lines = capsys.readouterr().err.splitlines()
+    remedies = [line.split(" with ")[1] for line in lines if line[:4] == "  1."]
+    assert remedies[0].startswith("--micro-batch=1,")
+    options += ["--micro-batch=1", "--out", str(tmp_path / "other")]
+    assert train(*options) == 0
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_what_runs_again_changes_no_loss(train, tmp_path, capsys):
+    losses = []
+    for policy in ("none", "full"):
+        run = tmp_path / policy
+        options = ("--out", str(run), "--sample", "0", "--recompute", policy)
+        assert train("--steps", "2", *options) == 0
+        losses.append([x.loss for x in read_jsonl(run / "metrics.jsonl")])
+    assert losses[0] == losses[1]
+
+
+def test_a_limit_that_is_no_size_is_refused(train, tmp_path, capsys):
+    assert train("--memory-limit", "2GB") == 2
+    assert capsys.readouterr().err == (
+        "labkit train: --memory-limit: a size must be a number above 0 with a unit of "
+        "B, KiB, MiB, GiB, TiB; got '2GB'. Write 2GiB or 500MiB, for example.\n"
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["text"]

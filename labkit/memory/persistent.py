@@ -161,10 +161,10 @@ def state_bytes(
     by_part = {}
     for part, first in SHARED_FROM.items():
         is_shared = zero >= first
-        by_part[part] = sum(
-            -(-_bytes(part, bucket, states) // (bucket.n_holders if is_shared else 1))
-            for bucket in shards.buckets
-        )
+        by_part[part] = 0
+        for bucket in shards.buckets:
+            n_shares = bucket.n_holders if is_shared else 1
+            by_part[part] += -(-part_bytes(part, bucket, states) // n_shares)
     by_part["weights"] += BIAS_BYTES * shards.n_biases
     if states.has_counters:
         n_tensors = sum(bucket.n_tensors for bucket in shards.buckets)
@@ -201,7 +201,7 @@ def persistent_by_stage(
     return by_stage
 
 
-def _bytes(part: str, bucket: Bucket, states: States) -> int:
+def part_bytes(part: str, bucket: Bucket, states: States) -> int:
     """Return the bytes of one part of a bucket, before ZeRO shares it out."""
     if part == "weights" and states.weights == "fp8":
         n_rest = bucket.n_params - bucket.n_fp8_params

@@ -6,7 +6,6 @@ counted are what kernels use inside themselves, and what allocators add by round
 fragments.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
@@ -14,12 +13,14 @@ from typing import Literal
 import torch
 
 from labkit.config import Layout, ModelConfig, TrainConfig
+from labkit.config.checks import require_choice
 from labkit.hardware import ACCELERATORS
 from labkit.memory.activations import Load
 from labkit.memory.persistent import STATES, States
 from labkit.memory.ranks import rows_to_plan
 from labkit.memory.recompute import block_policies
 from labkit.memory.report import MemoryReport
+from labkit.memory.stages import SCHEDULES
 from labkit.memory.step_report import StepReport
 from labkit.memory.tape import Pass
 
@@ -55,7 +56,7 @@ def predict(  # noqa: PLR0913, each decides alone
     out by ZeRO, lie in one buffer, to which each is added once it is made; others are
     copied into one message when they are summed, as `Trainer` does. Rows on their way
     to experts of other ranks lie in one buffer. Weights that ZeRO shares out are
-    not counted while they are gathered.
+    gathered as `gathered_weights` says: a block at a time, and the next one ahead.
 
     Args:
         cfg: the model.
@@ -88,6 +89,7 @@ def predict(  # noqa: PLR0913, each decides alone
             several ranks.
     """
     layout = layout or Layout()
+    require_choice({"schedule": schedule}, SCHEDULES)
     if load is not None and layout.n_ranks > 1:
         raise ValueError(
             "load is that of one rank alone; got a layout of "
@@ -105,11 +107,22 @@ def predict(  # noqa: PLR0913, each decides alone
         step=step,
         states=states,
         zero=zero,
-        policies=block_policies(recompute, cfg.n_layers + cfg.n_mtp),
+        policies=_policies(cfg, recompute),
     )
     if layout.pp == 1:
         return report.alone(load)
     return report.pipeline(schedule, layers_per_stage)
+
+
+def _policies(cfg: ModelConfig, recompute: str | Sequence[str]) -> tuple[str, ...]:
+    """Return the policy of each block, as `apply_recompute` would take it."""
+    policies = block_policies(recompute, cfg.n_layers + cfg.n_mtp)
+    if "moe" in policies and cfg.n_moe_layers + cfg.n_mtp * (cfg.moe is not None) == 0:
+        raise ValueError(
+            "policy 'moe' runs experts again, so the model must have some; got a dense "
+            "model. Choose 'selective', 'attention' or 'full'."
+        )
+    return policies
 
 
 def rank_pass(
@@ -123,23 +136,35 @@ def rank_pass(
     """Return a rank's pass over a micro-batch, of which context ranks take a part each.
 
     Raises:
-        ValueError: `cp` does not divide the sequence, or no device has this name.
+        ValueError: ranks cannot take equal parts, or no device has this name.
     """
-    if train.seq_len % layout.cp:
-        raise ValueError(
-            "cp must divide seq_len, because each rank takes an equal part; got "
-            f"cp={layout.cp} and {train.seq_len}. "
-            f"Set cp={math.gcd(layout.cp, train.seq_len)}."
-        )
+    _require_shares(train, layout)
     is_exact = states.weights == "float32"
     return Pass(
-        batch=train.micro_batch,
+        batch=min(train.micro_batch, -(-train.global_batch // layout.dp)),
         seq_len=train.seq_len // layout.cp,
         weights=torch.float32 if is_exact else torch.bfloat16,
         compute=DTYPES[train.precision] if is_exact else torch.bfloat16,
         device=kernels_of(device),
         ep=layout.ep,
     )
+
+
+def _require_shares(train: TrainConfig, layout: Layout) -> None:
+    """Raise ValueError unless ranks take equal parts of the batch and of sequences."""
+    both = layout.cp * layout.tp
+    for name, degree, whole in (
+        ("dp", layout.dp, "global_batch"),
+        ("cp", layout.cp, "seq_len"),
+        ("cp * tp", both, "seq_len"),
+    ):
+        size = getattr(train, whole)
+        if size % degree:
+            raise ValueError(
+                f"{name} must divide {whole}, because each rank takes an equal part; "
+                f"got {name}={degree} and {size}. "
+                f"Set {whole}={-(-size // degree) * degree}."
+            )
 
 
 def kernels_of(device: str) -> Literal["cpu", "gpu"]:

@@ -3,13 +3,15 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
 from labkit.config import Layout, ModelConfig, TrainConfig
 from labkit.memory.activations import Load, bytes_by_module, copied_targets, model_tape
+from labkit.memory.gathered import Gathered, gathered_weights
 from labkit.memory.measure import AFTER_BACKWARD, BACKWARD, FORWARD, OPTIMIZER
-from labkit.memory.persistent import States, persistent, persistent_by_stage
+from labkit.memory.persistent import States, persistent_by_stage
 from labkit.memory.pipeline import (
     ChunkPrices,
     adding_to_buffer,
@@ -23,6 +25,14 @@ from labkit.memory.replay import rebuilt_casts, with_debts
 from labkit.memory.report import Instant, MemoryReport
 from labkit.memory.stages import Stage, in_flight, stage_layers
 from labkit.memory.tape import EXACT_BYTES, INDEX_BYTES, Pass
+
+
+class _Held(NamedTuple):
+    """What a stage holds whatever the batch."""
+
+    stage: Stage
+    lasting: dict[str, int]
+    gathered: Gathered
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,11 +67,11 @@ class StepReport:
         tape = with_debts(plain, left, cfg, policies) + targets
         if self.has_buffer:
             tape = [adding_to_buffer(op) for op in tape]
-        held = persistent(cfg, layout, states=self.states, zero=self.zero)
+        (held,) = _by_stage(cfg, layout, "1f1b", None, self.states, self.zero)
         has_gradients = self.n_micro_batches > 1 and not self.has_buffer
         played = fullest_instant(tape, has_gradients=has_gradients)
         if self.has_buffer:
-            played["gradients"] = held["gradients"]
+            played["gradients"] = held.lasting["gradients"]
         logits = -(-unkept_logits(cfg, step) // layout.tp)
         timeline = self._timeline(
             held,
@@ -88,8 +98,8 @@ class StepReport:
             has_buffer=self.has_buffer,
         )
         reports = tuple(
-            self._stage(stage, held, prices, self._n_kept(rank, schedule))
-            for rank, (stage, held) in enumerate(_held(*cut, self.states, self.zero))
+            self._stage(held, prices, self._n_kept(rank, schedule))
+            for rank, held in enumerate(_by_stage(*cut, self.states, self.zero))
         )
         fullest = max(reports, key=lambda report: report.peak)
         return replace(fullest, by_stage=reports)
@@ -100,17 +110,17 @@ class StepReport:
 
     def _stage(
         self,
-        stage: Stage,
-        held: Mapping[str, int],
+        held: _Held,
         prices: ChunkPrices,
         n_kept: Sequence[int],
     ) -> MemoryReport:
         """Return the report of a rank, given micro-batches that each chunk keeps."""
         is_waiting = self.has_buffer or self.n_micro_batches > 1
-        gradients = held["gradients"] if is_waiting else 0
-        priced = [prices.of(chunk) for chunk in stage.chunks]
+        gradients = held.lasting["gradients"] if is_waiting else 0
+        chunks = held.stage.chunks
+        priced = [prices.of(chunk) for chunk in chunks]
         kept, played = at_once(priced, n_kept, gradients)
-        has_head = any([chunk.is_last for chunk in stage.chunks])
+        has_head = any([chunk.is_last for chunk in chunks])
         n_logits = unkept_logits(self.cfg, self.step) if has_head else 0
         timeline = self._timeline(
             held,
@@ -118,12 +128,12 @@ class StepReport:
             unkept={"logits": -(-n_logits // self.layout.tp)},
             played=played._asdict(),
         )
-        by_module = kept_by_module(stage.chunks, priced, n_kept)
+        by_module = kept_by_module(chunks, priced, n_kept)
         return MemoryReport(timeline=timeline, by_module=by_module)
 
     def _timeline(
         self,
-        held: Mapping[str, int],
+        held: _Held,
         *,
         kept: Mapping[str, int],
         unkept: Mapping[str, int],
@@ -132,23 +142,25 @@ class StepReport:
         """Return the instants of a step.
 
         Args:
-            held: parts that last, gradients among them.
+            held: what lasts, gradients among it, and what ranks gather.
             kept: what autograd keeps at the end of the forward.
             unkept: what lives beside it just before.
             played: gradients and what else lives at the fullest of the backward.
         """
-        others = {part: n for part, n in held.items() if part != "gradients"}
+        lasting, gathered = held.lasting, held.gathered
+        others = {part: n for part, n in lasting.items() if part != "gradients"}
         batch = {"temporaries": batch_bytes(self.train, self.layout)}
-        sent = {"communication": self._sent_rows()}
+        outside = {"communication": gathered.outside}
+        sent = {"communication": sum(gathered) + self._sent_rows()}
         is_summed = self.layout.dp * self.layout.cp > 1 and not self.has_buffer
-        message = {"communication": held["gradients"] * is_summed}
-        start = held if self.has_buffer else others
-        before = held if self.n_micro_batches > 1 else start
-        end_of_forward, optimizer = _sums(before, batch, kept), _sums(held, batch)
+        message = {"communication": lasting["gradients"] * is_summed}
+        start = lasting if self.has_buffer else others
+        before = lasting if self.n_micro_batches > 1 else start
+        end_of_forward, optimizer = _sums(before, batch, kept), _sums(lasting, batch)
         instants = {
             "start": dict(start),
             FORWARD: _sums(end_of_forward, unkept, sent),
-            "end of forward": end_of_forward,
+            "end of forward": _sums(end_of_forward, outside),
             BACKWARD: _sums(others, batch, played, sent),
             AFTER_BACKWARD: _sums(optimizer, message),
             OPTIMIZER: optimizer,
@@ -164,23 +176,27 @@ class StepReport:
 
 
 @lru_cache(maxsize=64)
-def _held(  # noqa: PLR0913, each decides alone
+def _by_stage(  # noqa: PLR0913, each decides alone
     cfg: ModelConfig,
     layout: Layout,
     schedule: str,
     layers_per_stage: tuple[int, ...] | None,
     states: States,
     zero: int,
-) -> tuple[tuple[Stage, dict[str, int]], ...]:
-    """Return each stage with the bytes that last there, whatever the batch.
+) -> tuple[_Held, ...]:
+    """Return what each stage holds.
 
-    Remembered, because a slider that changes the batch does not change them.
+    Remembered, because a slider that changes the batch does not change it.
     """
     stages = stage_layers(
         cfg, layout, schedule=schedule, layers_per_stage=layers_per_stage
     )
-    held = persistent_by_stage(cfg, layout, stages, states=states, zero=zero)
-    return tuple(zip(stages, held, strict=True))
+    lasting = persistent_by_stage(cfg, layout, stages, states=states, zero=zero)
+    gathered = [
+        gathered_weights(cfg, layout, stage, states) if zero == 3 else Gathered()
+        for stage in stages
+    ]
+    return tuple(map(_Held, stages, lasting, gathered))
 
 
 def _sums(first: Mapping[str, int], *others: Mapping[str, int]) -> dict[str, int]:

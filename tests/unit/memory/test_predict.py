@@ -17,9 +17,11 @@ from labkit.config import (
     TrainConfig,
 )
 from labkit.memory import STATES, apply_recompute, measure
+from labkit.memory.gathered import gathered_weights
 from labkit.memory.persistent import persistent_by_stage
 from labkit.memory.predict import predict
 from labkit.memory.recompute import RECOMPUTE_POLICIES
+from labkit.memory.shards import whole
 from labkit.memory.stages import stage_layers
 from labkit.model import Transformer
 from labkit.training import Trainer, corpus
@@ -325,5 +327,61 @@ def test_context_ranks_take_equal_parts_of_the_sequence():
 
     assert str(error.value) == (
         "cp must divide seq_len, because each rank takes an equal part; got cp=6 and "
-        "64. Set cp=2."
+        "64. Set seq_len=66."
     )
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        (
+            Layout(dp=3),
+            "dp must divide global_batch, because each rank takes an equal part; got "
+            "dp=3 and 8. Set global_batch=9.",
+        ),
+        (
+            Layout(cp=32, tp=4),
+            "cp * tp must divide seq_len, because each rank takes an equal part; got "
+            "cp * tp=128 and 64. Set seq_len=128.",
+        ),
+    ],
+)
+def test_ranks_take_equal_parts(layout, message):
+    with pytest.raises(ValueError) as error:
+        predict(TINY, TRAIN, layout)
+
+    assert str(error.value) == message
+
+
+def test_a_rank_has_no_micro_batch_above_its_share():
+    layout = Layout(dp=4)
+    few, many = (
+        predict(TINY, replace(TRAIN, micro_batch=n), layout).by_part for n in (2, 8)
+    )
+
+    assert few == many
+
+
+def test_a_dense_model_runs_no_experts_again():
+    with pytest.raises(ValueError, match="policy 'moe' runs experts again, so the mo"):
+        predict(replace(TINY, moe=None), TRAIN, recompute="moe")
+
+
+def test_an_unknown_schedule_is_named_also_without_stages():
+    with pytest.raises(ValueError, match="schedule must be one of '1f1b', .*; got 'r"):
+        predict(TINY, TRAIN, schedule="ring")
+
+
+def test_gathered_weights_live_until_the_backward_has_ended():
+    layout = Layout(dp=4)
+    shared, gathered = (
+        predict(TINY, TRAIN, layout, states=STATES["megatron"], zero=zero)
+        for zero in (2, 3)
+    )
+    extra = [
+        more.by_part.get("communication", 0) - less.by_part.get("communication", 0)
+        for less, more in zip(shared.timeline, gathered.timeline, strict=True)
+    ]
+    outside, blocks = gathered_weights(TINY, layout, whole(TINY), STATES["megatron"])
+
+    assert extra == [0, outside + blocks, outside, outside + blocks, 0, 0]

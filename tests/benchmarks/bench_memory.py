@@ -1,9 +1,9 @@
 """Predicted memory beside measured and published: bytes, and errors with their sign.
 
 Three tables. Steps of a real Trainer, drawn with a fixed seed: each kind of attention
-under each recompute policy in both precisions, the rest at random. A pipeline stage of
-DeepSeek-V3 in its full size, measured on fake tensors. Figures that others published.
-An error is positive where the prediction is above.
+under each recompute policy and a mixture of them, in both precisions, the rest at
+random. A pipeline stage of DeepSeek-V3 in its full size, measured on fake tensors.
+Figures that others published. An error is positive where the prediction is above.
 
 Run with `make bench`, or `python tests/benchmarks/bench_memory.py [steps] [stage]
 [published]` for some of the three. One thread for steps, and one for the stage.
@@ -61,6 +61,9 @@ ATTENTION = {
     "MHA": GQAConfig(n_heads=4, n_kv_heads=4, head_dim=24),
 }
 
+OF_A_BLOCK = ("none", "full", "selective", "attention")
+"""Policies that any block can have, of which a mixture gives each its own."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
@@ -68,6 +71,9 @@ class Case:
 
     attention: str
     policy: str
+    """Its name, or "mixed"."""
+
+    recompute: str | tuple[str, ...]
     cfg: ModelConfig
     train: TrainConfig
 
@@ -89,14 +95,18 @@ def drawn(seed: int = 0) -> Iterator[Case]:
     """Yield a case for each attention, policy and precision, the rest at random."""
     rng = random.Random(seed)
     for attention, policy, precision in product(
-        ATTENTION, RECOMPUTE_POLICIES, ("fp32", "bf16")
+        ATTENTION, (*RECOMPUTE_POLICIES, "mixed"), ("fp32", "bf16")
     ):
         is_sparse = policy == "moe" or rng.random() < 0.6
         micro_batch = rng.randint(1, 4)
+        cfg = _drawn_model(rng, attention, is_sparse=is_sparse)
+        n_blocks = cfg.n_layers + cfg.n_mtp
+        mixed = tuple(rng.choice(OF_A_BLOCK) for _ in range(n_blocks))
         yield Case(
             attention=attention,
             policy=policy,
-            cfg=_drawn_model(rng, attention, is_sparse=is_sparse),
+            recompute=mixed if policy == "mixed" else policy,
+            cfg=cfg,
             train=TrainConfig(
                 micro_batch=micro_batch,
                 global_batch=micro_batch * rng.choice((1, 1, 2, 3)),
@@ -131,7 +141,7 @@ def _drawn_model(rng: random.Random, attention: str, *, is_sparse: bool) -> Mode
 def measured_step(case: Case, text: Corpus) -> tuple[MemoryReport, list[list[int]]]:
     """Return the report of a Trainer's second step, and its last micro-batch's load."""
     model = Transformer(case.cfg, generator=torch.Generator().manual_seed(0))
-    apply_recompute(model, case.policy)
+    apply_recompute(model, case.recompute)
     trainer = Trainer(model, case.train, text)
     trainer.step()
     loads, plain_loss = [], model.loss
@@ -159,7 +169,7 @@ def steps() -> bool:
         known, even = (
             against_measured(
                 str(case),
-                predict(case.cfg, case.train, recompute=case.policy, load=given),
+                predict(case.cfg, case.train, recompute=case.recompute, load=given),
                 report,
             )
             for given in (load, None)

@@ -21,11 +21,10 @@ LOCAL = replace(V3.moe, n_routed_experts=32, n_expert_groups=1, n_limited_groups
 """The experts of one rank of eight."""
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("unchecked")  # operators by the ten thousand
-def test_an_moe_layer_of_4096_tokens_keeps_the_predicted_bytes():
+@pytest.mark.usefixtures("unchecked")  # operators by the thousand
+def test_an_moe_layer_keeps_the_predicted_bytes():
     cfg, bf16 = replace(V3, moe=LOCAL), torch.bfloat16
-    step = Pass(batch=1, seq_len=4096, weights=bf16, compute=bf16, n_rows=8 * 4096)
+    step = Pass(batch=1, seq_len=640, weights=bf16, compute=bf16, n_rows=8 * 640)
     with torch.device("meta"):
         block = Block(cfg, is_dense=False).to(bf16)
     storages = {}
@@ -37,8 +36,8 @@ def test_an_moe_layer_of_4096_tokens_keeps_the_predicted_bytes():
 
     with FakeTensorMode(allow_non_fake_inputs=True):
         faked(block)
-        x = torch.empty(1, 4096, cfg.dim, dtype=bf16).requires_grad_()
-        turns = torch.empty(4096, 32, dtype=torch.complex64)
+        x = torch.empty(1, 640, cfg.dim, dtype=bf16).requires_grad_()
+        turns = torch.empty(640, 32, dtype=torch.complex64)
         with saved_tensors_hooks(pack, lambda tensor: tensor):
             block(x, turns)
     for parameter in block.parameters():
@@ -47,7 +46,6 @@ def test_an_moe_layer_of_4096_tokens_keeps_the_predicted_bytes():
     predicted = kept_by_part([*tape, rotations(cfg.attention, step)])
 
     assert sum(s.nbytes() for s in storages.values()) == sum(predicted.values())
-    assert round(sum(predicted.values()) / 2**30, 2) == 1.43
 
 
 @pytest.mark.usefixtures("unchecked")

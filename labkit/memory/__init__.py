@@ -1,6 +1,8 @@
 """Where the bytes are: predicted by arithmetic, measured, and cut by recomputing."""
 
 from labkit.memory.allocations import AllocationCount, Event
+from labkit.memory.budget import budget
+from labkit.memory.cost import recompute_cost
 from labkit.memory.fakes import faked
 from labkit.memory.heap import first_fit_bytes
 from labkit.memory.leaks import LeakReport, LeakWatch
@@ -23,6 +25,7 @@ __all__ = [
     "Overheads",
     "States",
     "apply_recompute",
+    "budget",
     "faked",
     "first_fit_bytes",
     "fits",
@@ -30,4 +33,5 @@ __all__ = [
     "overheads",
     "persistent",
     "predict",
+    "recompute_cost",
 ]

@@ -2,8 +2,10 @@
 
 from labkit.memory.allocations import AllocationCount, Event
 from labkit.memory.budget import budget
+from labkit.memory.comparison import against_measured, published_rows
 from labkit.memory.cost import recompute_cost
 from labkit.memory.fakes import faked
+from labkit.memory.full_size import local_experts, measure_stage, predict_stage
 from labkit.memory.heap import first_fit_bytes
 from labkit.memory.leaks import LeakReport, LeakWatch
 from labkit.memory.measure import measure
@@ -24,14 +26,19 @@ __all__ = [
     "MemoryReport",
     "Overheads",
     "States",
+    "against_measured",
     "apply_recompute",
     "budget",
     "faked",
     "first_fit_bytes",
     "fits",
+    "local_experts",
     "measure",
+    "measure_stage",
     "overheads",
     "persistent",
     "predict",
+    "predict_stage",
+    "published_rows",
     "recompute_cost",
 ]

@@ -46,24 +46,44 @@ def block_tape(
         stream: dtype of the residual stream.
         load: tokens of each expert; None takes even routing.
     """
-    x = activation("input", step.n_tokens * cfg.dim, stream)
-    attention = _within("attn", attention_tape(cfg.attention, cfg.dim, step))
+    yield from attention_half(cfg, step, stream)
+    yield from ffn_half(cfg, step, is_dense=is_dense, stream=stream, load=load)
+
+
+def attention_half(cfg: ModelConfig, step: Pass, stream: torch.dtype) -> list[Op]:
+    """Return a layer's attention and the norm before it."""
+    ops = attention_tape(cfg.attention, cfg.dim, step)
+    return _half(cfg, step, "attn", ops, stream)
+
+
+def ffn_half(
+    cfg: ModelConfig,
+    step: Pass,
+    *,
+    is_dense: bool,
+    stream: torch.dtype,
+    load: Sequence[int] | None = None,
+) -> list[Op]:
+    """Return a layer's feed-forward network and the norm before it."""
     if is_dense or cfg.moe is None:
-        ffn = mlp_tape((cfg.dim, cfg.inter_dim), step)
+        ops = mlp_tape((cfg.dim, cfg.inter_dim), step)
     else:
         n_rows = None
         if load is not None:
             n_rows = padded_rows(load, padding_multiple(cfg.moe, step))
-        ffn = moe_tape(cfg.moe, cfg.dim, step, n_rows=n_rows)
-    ops = (
-        norm(step, "attn_norm", cfg.dim, dtype=stream, kept=(x,)),
-        *attention,
-        norm(step, "ffn_norm", cfg.dim, dtype=stream, kept=(x,)),
-        *_within("ffn", ffn),
-    )
+        ops = moe_tape(cfg.moe, cfg.dim, step, n_rows=n_rows)
+    return _half(cfg, step, "ffn", ops, stream)
+
+
+def _half(
+    cfg: ModelConfig, step: Pass, name: str, ops: Iterable[Op], stream: torch.dtype
+) -> list[Op]:
+    x = activation("input", step.n_tokens * cfg.dim, stream)
+    first = norm(step, f"{name}_norm", cfg.dim, dtype=stream, kept=(x,))
+    ops = [first, *_within(name, ops)]
     # The stream's gradient passes by all of them.
-    for op in fp8_tape(ops) if step.cached == "fp8" else ops:
-        yield op.beside(x.n_bytes)
+    narrowed = fp8_tape(ops) if step.cached == "fp8" else ops
+    return [op.beside(x.n_bytes) for op in narrowed]
 
 
 def model_tape(cfg: ModelConfig, step: Pass, *, load: Load | None = None) -> list[Op]:

@@ -8,15 +8,16 @@ arithmetic, and has been compared with no run of several ranks.
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from labkit.config import Layout, ModelConfig
 from labkit.memory.activations import (
+    attention_half,
     balance_tape,
-    block_tape,
     bytes_by_module,
     copied_targets,
     embedding,
+    ffn_half,
     last_tape,
 )
 from labkit.memory.kept_attention import rotations
@@ -50,9 +51,19 @@ class ChunkPrice(NamedTuple):
 class _Half(NamedTuple):
     """Attention and its norm, or the feed-forward network and its own."""
 
-    ops: list[Op]
     plain: Segment
     """Without recompute."""
+
+    debt: Parts
+    """What its policy does not keep of it."""
+
+    by_module: dict[str, int]
+
+
+BRANCHES = {"attention": "attention", "moe": "experts"}
+"""The half that a policy runs again, where it is one alone."""
+
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,39 +83,34 @@ class ChunkPrices:
     has_buffer: bool
     """Whether gradients are added to a buffer as soon as each is made."""
 
-    parts: dict[Hashable, Price] = field(default_factory=dict)
-    """Kinds of layers and of ends that are priced already."""
-
-    halves: dict[bool, tuple[_Half, _Half]] = field(default_factory=dict)
-    """Of layers that are dense, and of those that are not."""
-
-    chunks: dict[Hashable, ChunkPrice] = field(default_factory=dict)
+    known: dict[Hashable, object] = field(default_factory=dict)
+    """What was worked out so far, by what made it of what."""
 
     def of(self, chunk: Chunk) -> ChunkPrice:
         """Return what a rank keeps of a chunk, for one micro-batch."""
         n_dense = self.cfg.n_layers if self.cfg.moe is None else self.cfg.n_dense_layers
-        layers = tuple(
-            [(index < n_dense, self.policies[index]) for index in chunk.layers]
-        )
-        key = layers, chunk.is_first, chunk.is_last
-        if key not in self.chunks:
-            n_sparse = sum([not is_dense for is_dense, _ in layers])
-            n_mtp = self.cfg.n_mtp if chunk.is_last else 0
-            parts = (
-                self._once(self._first, chunk.is_first, len(layers) > 0),
-                *[self._once(self._layer, *layer) for layer in layers],
-                self._once(self._last, chunk.is_last),
-                self._once(self._balance, n_sparse, n_mtp),
-            )
-            self.chunks[key] = ChunkPrice(chain([x.segment for x in parts]), parts)
-        return self.chunks[key]
+        layers = [(index < n_dense, self.policies[index]) for index in chunk.layers]
+        return self._once(self._chunk, tuple(layers), chunk.is_first, chunk.is_last)
 
-    def _once(self, price: Callable[..., Price], *kind: Hashable) -> Price:
-        """Return `price(*kind)`, worked out the first time."""
-        key = price.__name__, *kind
-        if key not in self.parts:
-            self.parts[key] = price(*kind)
-        return self.parts[key]
+    def _once(self, make: Callable[..., Made], *kind: Hashable) -> Made:
+        """Return `make(*kind)`, worked out the first time."""
+        key = make.__name__, *kind
+        if key not in self.known:
+            self.known[key] = make(*kind)
+        return self.known[key]
+
+    def _chunk(
+        self, layers: Sequence[tuple[bool, str]], is_first: bool, is_last: bool
+    ) -> ChunkPrice:
+        """Price layers, of which each is dense or not and has a policy."""
+        n_sparse = sum([not is_dense for is_dense, _ in layers])
+        parts = (
+            self._once(self._first, is_first, len(layers) > 0),
+            *[self._once(self._layer, *layer) for layer in layers],
+            self._once(self._last, is_last),
+            self._once(self._balance, n_sparse, self.cfg.n_mtp if is_last else 0),
+        )
+        return ChunkPrice(chain([part.segment for part in parts]), parts)
 
     def _first(self, is_first: bool, has_layers: bool) -> Price:
         """Price the embedding, and turns of RoPE that the layers share."""
@@ -114,34 +120,40 @@ class ChunkPrices:
         return Price(self._brief(self._ranked(ops)))
 
     def _layer(self, is_dense: bool, policy: str) -> Price:
-        if is_dense not in self.halves:
-            self.halves[is_dense] = self._halves(is_dense)
-        halves = self.halves[is_dense]
-        if policy == "moe" and is_dense:
-            policy = "none"
-        left = [
-            [under_policy(policy, op, self.cfg, self.step) for op in half.ops]
-            for half in halves
-        ]
-        debts = [
-            half.plain.kept.minus(Parts(**kept_by_part(ops)))
-            for half, ops in zip(halves, left, strict=True)
+        names = "attention", "dense" if is_dense else "experts"
+        halves = [
+            # A policy of the other half leaves this one as it is.
+            self._once(
+                self._half, x, policy if BRANCHES.get(policy, x) == x else "none"
+            )
+            for x in names
         ]
         if policy == "full":  # both come back together
-            layer = chain([half.plain for half in halves]).owing(sums(debts))
+            debt = sums([half.debt for half in halves])
+            layer = chain([half.plain for half in halves]).owing(debt)
         else:
-            pairs = zip(halves, debts, strict=True)
-            layer = chain([half.plain.owing(debt) for half, debt in pairs])
-        return Price(layer, bytes_by_module([*left[0], *left[1]]))
+            layer = chain([half.plain.owing(half.debt) for half in halves])
+        attention, ffn = (half.by_module for half in halves)
+        casts = attention.get("casts", 0) + ffn.get("casts", 0)
+        return Price(layer, {**attention, **ffn, "casts": casts})
 
-    def _halves(self, is_dense: bool) -> tuple[_Half, _Half]:
+    def _half(self, name: str, policy: str) -> _Half:
+        ops, plain = self._once(self._plain, name)
+        left = ops
+        if policy != "none":
+            left = [under_policy(policy, op, self.cfg, self.step) for op in ops]
+        debt = plain.kept.minus(Parts(**kept_by_part(left)))
+        return _Half(plain, debt, bytes_by_module(left))
+
+    def _plain(self, name: str) -> tuple[list[Op], Segment]:
         cfg, step = self.cfg, self.step
-        ops = self._ranked(
-            block_tape(cfg, step, is_dense=is_dense, stream=step.weights)
-        )
-        middle = next(i for i, op in enumerate(ops) if op.module == "ffn_norm")
-        attention, ffn = ops[:middle], ops[middle:]
-        return _Half(attention, self._brief(attention)), _Half(ffn, self._brief(ffn))
+        if name == "attention":
+            ops = attention_half(cfg, step, step.weights)
+        else:
+            is_dense = name == "dense"
+            ops = ffn_half(cfg, step, is_dense=is_dense, stream=step.weights)
+        ops = self._ranked(ops)
+        return ops, self._brief(ops)
 
     def _last(self, is_last: bool) -> Price:
         """Price what follows all layers."""
@@ -212,6 +224,6 @@ def at_once(
     candidates = []
     for chunk, n in pairs:
         if n:
-            waiting = Parts(gradients=max(gradients - chunk.after.gradients, 0))
+            waiting = Parts(gradients=max(gradients - chunk.after, 0))
             candidates.append(sums([kept.minus(chunk.kept), chunk.fullest, waiting]))
     return kept, max(candidates, key=sum)

@@ -54,8 +54,8 @@ class Segment(NamedTuple):
     fullest: Parts
     """When most live at once."""
 
-    after: Parts
-    """When its backward has ended: gradients."""
+    after: int
+    """Of gradients, when its backward has ended."""
 
     def owing(self, debt: Parts) -> "Segment":
         """Return a run that keeps less, and has all back when its backward begins."""
@@ -77,7 +77,7 @@ def segment(ops: Sequence[Op], *, has_gradients: bool = False) -> Segment:
         kept,
         kept.plus(Parts(temporaries=waiting, gradients=held)),
         Parts(**fullest_instant(ops, has_gradients=has_gradients)),
-        Parts(gradients=gradients),
+        gradients,
     )
 
 
@@ -91,11 +91,12 @@ def chain(segments: Sequence[Segment]) -> Segment:
     kept, before, fullest, after = zip(*segments, strict=True)
     # At the fullest instant of each: what lives of all runs.
     n_before = [0, *accumulate(map(sum, before))]
-    n_after = [0, *accumulate(map(sum, after))]
+    n_after = [0, *accumulate(after)]
     live = [
         n_before[index] + sum(own) + n_after[-1] - n_after[index + 1]
         for index, own in enumerate(fullest)
     ]
     most = live.index(max(live))
-    at_most = (*before[:most], fullest[most], *after[most + 1 :])
-    return Segment(sums(kept), sums(before), sums(at_most), sums(after))
+    gradients = Parts(gradients=n_after[-1] - n_after[most + 1])
+    at_most = sums((*before[:most], fullest[most], gradients))
+    return Segment(sums(kept), sums(before), at_most, n_after[-1])

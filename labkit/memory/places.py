@@ -132,7 +132,7 @@ def _choice(
         kept=sum(segment.before),
         held=sum(segment.kept) + casts,
         fullest=sum(segment.fullest),
-        after=sum(segment.after),
+        after=segment.after,
     )
 
 

@@ -35,7 +35,7 @@ KINDS = ("MLA", "GQA", "MHA")
 PUBLISHED = {
     "DeepSeek-V3": "v3-671b",
     "Qwen2.5-72B": "qwen2.5-72b",
-    "LLaMA-3.1-405B": "llama-3.1-405b",
+    "Llama-3.1-405B": "llama-3.1-405b",
 }
 """Models whose cache is published, by the name on the page."""
 
@@ -51,7 +51,7 @@ def published_bytes_per_token() -> dict[str, int]:
     """Return the bytes of BF16 cache per token of models as published.
 
     >>> published_bytes_per_token()
-    {'DeepSeek-V3': 70272, 'Qwen2.5-72B': 327680, 'LLaMA-3.1-405B': 516096}
+    {'DeepSeek-V3': 70272, 'Qwen2.5-72B': 327680, 'Llama-3.1-405B': 516096}
     """
     return {name: int(published(key, "cache")) for name, key in PUBLISHED.items()}
 

@@ -95,7 +95,7 @@ def test_published_caches_follow_from_layers_and_key_heads():
     assert published_bytes_per_token() == {
         "DeepSeek-V3": 61 * 576 * 2,
         "Qwen2.5-72B": 80 * gqa_8,
-        "LLaMA-3.1-405B": 126 * gqa_8,
+        "Llama-3.1-405B": 126 * gqa_8,
     }
 
 
@@ -177,7 +177,7 @@ def test_small_amounts_are_not_cut_off_in_the_legend():
 def test_beside_a_cache_in_fp32_published_ones_are_said_to_be_in_bf16():
     shown = texts(draw(at(is_fp32=True)))
 
-    assert {"LLaMA-3.1-405B in BF16", "516,096"} <= set(shown)
+    assert {"Llama-3.1-405B in BF16", "516,096"} <= set(shown)
 
 
 def test_a_bar_far_over_the_limit_is_cut_and_says_how_far_it_goes():

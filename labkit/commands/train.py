@@ -54,6 +54,7 @@ TERMS = {
     "lr": "--lr",
     "seed": "--seed",
     "precision": "--precision",
+    r"recompute=\((.*?)\)": r"--recompute \1",
     "recompute": "--recompute",
     "run_dir": "--out",
     "choose another folder": "choose another --out",
@@ -87,8 +88,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "bytes of text to generate at the end (default: 200)"
     parser.add_argument("--sample", metavar="N", type=int, default=200, help=text)
     parser.add_argument("--threads", metavar="N", type=int, help="CPU threads")
-    text = "what to run again in the backward, to keep less (default: none)"
-    parser.add_argument("--recompute", choices=RECOMPUTE_POLICIES, help=text)
+    text = "what to run again in the backward, for all blocks or each (default: none)"
+    parser.add_argument(
+        "--recompute",
+        nargs="+",
+        type=lambda name: name.rstrip(","),
+        choices=RECOMPUTE_POLICIES,
+        help=text,
+    )
     text = "most bytes of tensors at once, as in 2GiB; a step that needs more says why"
     parser.add_argument("--memory-limit", metavar="SIZE", help=text)
     text = "measure the peak of this machine first, and report MFU"
@@ -136,7 +143,8 @@ def _train(options: argparse.Namespace, ranks: Ranks) -> None:
     if ranks.is_first:
         trainer.monitor = _monitor(options, trainer)
     if options.recompute is not None:
-        apply_recompute(trainer.model, options.recompute)
+        first, *others = options.recompute
+        apply_recompute(trainer.model, options.recompute if others else first)
     say(_describe(trainer))
     go_on = f"go on with: python -m labkit train --resume {trainer.run_dir}"
     try:

@@ -328,7 +328,7 @@ def _what_fits(train: TrainConfig, fit: Fit) -> str:
 def _what_helps(found: Sequence[Remedy]) -> Iterator[str]:
     """Yield the cheapest remedies, or those nearest to it if none fits."""
     if any(remedy.fits for remedy in found):
-        yield "remedies, the cheapest first, each with the peak that is predicted:"
+        yield "remedies, the cheapest first, each with its predicted peak and time:"
     else:
         found = sorted(found, key=lambda remedy: remedy.peak)
         nearest = "; nearest come, with their predicted peaks:" if found else ""

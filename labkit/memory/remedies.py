@@ -30,6 +30,9 @@ class Remedy:
     extra_time: float | None
     """Share of the present step's time that it adds; None is not predicted."""
 
+    is_least: bool
+    """Whether `extra_time` leaves something out: that operators start more often."""
+
     arguments: Mapping[str, Any]
     """Arguments of `predict` that it replaces."""
 
@@ -43,12 +46,9 @@ class Remedy:
     """What is given up, as `ways.Kind.level`: 0 is time alone."""
 
     def __str__(self) -> str:
-        time = "" if self.extra_time is None else f", {_percent(self.extra_time)} time"
-        return f"{self.change}{time}; {self.cost}"
-
-
-def _percent(share: float) -> str:
-    return "the same" if abs(share) < 0.005 else f"{share:+.0%}"
+        time = "" if self.extra_time is None else f", {self.extra_time:+.0%} time"
+        more = " or more" if time and self.is_least else ""
+        return f"{self.change}{time}{more}; {self.cost}"
 
 
 class Fit(NamedTuple):
@@ -88,10 +88,12 @@ def remedies(  # noqa: PLR0913, each decides alone
 
     >>> from labkit.config import PRESETS
     >>> train = TrainConfig(micro_batch=4, global_batch=8)
-    >>> for remedy in remedies(PRESETS["tiny"], train, capacity=64 * 2**20)[:2]:
-    ...     print(f"{remedy.peak / 2**20:.0f} MiB with {remedy}")
-    55 MiB with micro_batch=2, the same time; the same global_batch from 4 of them
-    48 MiB with recompute='full', +27% time; the same results
+    >>> for remedy in remedies(PRESETS["tiny"], train, capacity=72 * 2**20):
+    ...     if remedy.fits and "recompute" not in remedy.arguments:
+    ...         print(f"{remedy.peak / 2**20:.0f} MiB with {remedy.change}")
+    55 MiB with micro_batch=2
+    64 MiB with precision='bf16'
+    67 MiB with seq_len=192
     """
     require_whole({"capacity": capacity})
     kinds = tuple(KINDS) if kinds is None else kinds
@@ -195,6 +197,7 @@ def _priced(plan: Plan, ways: Sequence[Way]) -> Remedy:
         change=" and ".join(way.change for way in ways),
         cost="; ".join(way.cost for way in ways),
         extra_time=plan.extra_time(changed) if is_timed else None,
+        is_least=any(way.kind == "micro_batch" for way in ways),
         arguments={
             name: value
             for name, value in changed.arguments.items()

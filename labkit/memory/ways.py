@@ -1,12 +1,14 @@
 """Single ways to make a training step need less, from the cheapest of each kind on."""
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from labkit.config import Layout, ModelConfig, TrainConfig
+from labkit.memory.budget import budget
 from labkit.memory.cost import StepTimes, step_times
 from labkit.memory.overheads import overheads
 from labkit.memory.persistent import STATES, States
@@ -20,6 +22,9 @@ then, with the most of all overheads. It is what the tests of `predict` allow.""
 
 LEAST_SHARE = 0.25
 """Of the present sequence: to learn from less is no remedy any more."""
+
+MOST_SPELLED = 12
+"""Of more blocks, policies are counted instead of listed."""
 
 ROUND = 16
 """Shorter sequences are multiples of it."""
@@ -85,6 +90,14 @@ class Plan(NamedTuple):
         more = overheads(report, self.layout, self.arguments["device"])
         return report.peak * (1 + UNCERTAINTY) + more.high <= self.capacity
 
+    def room(self) -> int:
+        """Return about the highest peak that holds: gaps grow with it, alone."""
+        report = self.report()
+        more = overheads(report, self.layout, self.arguments["device"])
+        gaps = more.fragmentation.high
+        share = 1 + UNCERTAINTY + gaps / report.peak
+        return int((self.capacity - more.high + gaps) / share)
+
     def takes_micro_batch(self, size: int) -> bool:
         """Return whether a step of micro-batches of this size fits."""
         train, dp = self.train, self.layout.dp
@@ -142,7 +155,7 @@ def _smaller_micro_batches(plan: Plan) -> Ways:
     for size in range(train.micro_batch - 1, 0, -1):
         if train.global_batch % (size * dp) == 0:
             n = train.global_batch // (size * dp)
-            cost = f"the same global_batch from {n} of them"
+            cost = f"the same global_batch from {n} of them; operators start more often"
             yield f"micro_batch={size}", cost, {"micro_batch": size}
 
 
@@ -150,8 +163,28 @@ def _more_recompute(plan: Plan) -> Ways:
     n, times = len(plan.policies), plan.times()
     has_experts = plan.cfg.moe is not None
     names = [name for name in RECOMPUTE_POLICIES if has_experts or name != "moe"]
-    for name in sorted(names, key=lambda name: times.total(block_policies(name, n))):
-        yield f"recompute={name!r}", "the same results", {"recompute": name}
+    names.sort(key=lambda name: times.total(block_policies(name, n)))
+    for policy in (*_mixtures(plan), *names):
+        yield f"recompute={_spelled(policy)}", "the same results", {"recompute": policy}
+
+
+def _mixtures(plan: Plan) -> Iterator[tuple[str, ...]]:
+    """Yield the cheapest policy of each block that fits, if they are not all one."""
+    arguments = {k: v for k, v in plan.arguments.items() if k != "recompute"}
+    try:
+        policies = budget(plan.room(), plan.cfg, **arguments)
+    except ValueError:
+        return  # nothing needs so little
+    if len({*policies}) > 1:
+        yield policies
+
+
+def _spelled(policy: str | tuple[str, ...]) -> str:
+    """Return a policy as it is written, or how many blocks are under which."""
+    if isinstance(policy, str) or len(policy) <= MOST_SPELLED:
+        return repr(policy)
+    counts = Counter(policy).most_common()
+    return f"[{', '.join(f'{n} x {name!r}' for name, n in counts)}]"
 
 
 def _bf16_products(plan: Plan) -> Ways:
@@ -238,4 +271,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
 """What may be changed, what gives up least first."""
 
 TIMED = frozenset({"micro_batch", "recompute"})
-"""Kinds with the same operators on the same device, whose times can be compared."""
+"""Kinds with the same operators on the same device, whose times can be compared.
+
+Small micro-batches take longer than that: each operator starts more often, and its
+products are smaller."""

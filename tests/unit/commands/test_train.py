@@ -1,5 +1,6 @@
 import math
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -363,3 +364,15 @@ def test_a_limit_that_is_no_size_is_refused(train, tmp_path, capsys):
         "B, KiB, MiB, GiB, TiB; got '2GB'. Write 2GiB or 500MiB, for example.\n"
     )
     assert [path.name for path in tmp_path.iterdir()] == ["text"]
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_each_block_may_have_a_policy_as_an_answer_spells_it(train, tmp_path, capsys):
+    options = ["--steps", "2", "--global-batch", "4", "--seq-len", "96"]
+    options += ["--sample", "0", "--memory-limit", "39MiB"]
+    assert train(*options) == 1
+    lines = capsys.readouterr().err.splitlines()
+    remedy = next(x for x in lines if "--recompute '" in x).split(" with ")[1]
+    words = shlex.split(remedy.split(", +")[0])
+    assert words[0] == "--recompute" and len(words) == 6
+    assert train(*options, "--out", str(tmp_path / "other"), *words) == 0

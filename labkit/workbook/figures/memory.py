@@ -45,12 +45,10 @@ MANY = 20
 LOW, FAR = 0.08, 4
 """A limit that is less or more of the highest column is written down, not drawn."""
 
-GB, TB = "GB", "TB"
+UNITS = {"MB": 1e6, "GB": 1e9, "TB": 1e12}
 
-UNITS = {GB: 1e9, TB: 1e12}
-
-MANY_GB = 1e13
-"""Bytes from which columns are in TB."""
+FROM = {"MB": 0, "GB": 1e9, "TB": 1e13}
+"""Bytes of the highest column from which all are in this unit."""
 
 Columns = Mapping[str, Mapping[str, float]]
 """Bytes by part, by the name of the column."""
@@ -72,7 +70,7 @@ def columns_figure(
     limit: Limit | None = None,
     marks: Mapping[str, float] | None = None,
 ) -> Figure:
-    """Return stacked columns, in GB or TB, the total of each above it.
+    """Return stacked columns, the total of each above it.
 
     Args:
         columns: bytes by part of `PARTS`, by the name of the column.
@@ -89,7 +87,7 @@ def columns_figure(
         axes = fig.add_axes((LEFT, BOTTOM, RIGHT - LEFT, TOP - BOTTOM))
         shown = [part for part in PARTS if any(part in c for c in columns.values())]
         highest = max(sum(column.values()) for column in columns.values())
-        unit = TB if highest >= MANY_GB else GB
+        unit = [name for name, least in FROM.items() if highest >= least][-1]
         heights = [
             {part: n_bytes / UNITS[unit] for part, n_bytes in column.items()}
             for column in columns.values()
@@ -99,8 +97,7 @@ def columns_figure(
         _write_totals(axes, [sum(column.values()) for column in heights])
         for place, name in enumerate(columns):
             if marks and name in marks:
-                ends, height = (place - 0.47, place + 0.47), marks[name] / UNITS[unit]
-                axes.plot(ends, [height] * 2, color=COLOURS["ink"], lw=2.5)
+                _draw_mark(axes, place, marks[name] / UNITS[unit])
         _write_axes(axes, list(columns), x + note)
         _draw_key(fig, shown, "predicted" if marks else "")
     return fig
@@ -181,13 +178,20 @@ def _write_totals(axes: Axes, totals: list[float]) -> None:
         axes.annotate(
             spell(total),
             (place, total),
-            xytext=(0, 2),
+            xytext=(0, 3),
             textcoords="offset points",
             ha="center",
             fontsize=8.5,
             bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8},
             zorder=5,
         )
+
+
+def _draw_mark(axes: Axes, place: int, height: float) -> None:
+    """Draw a short line across a column; its white edge keeps it visible."""
+    ends, edge = (place - 0.48, place + 0.48), [withStroke(linewidth=4, foreground="w")]
+    ink = COLOURS["ink"]
+    axes.plot(ends, (height, height), color=ink, lw=2, path_effects=edge, zorder=6)
 
 
 def _write_axes(axes: Axes, names: list[str], x: str) -> None:
@@ -203,7 +207,7 @@ def _draw_key(fig: Figure, shown: list[str], mark: str) -> None:
     handles = [Patch(label=part, **_looks(part)) for part in shown]
     if mark:
         ink = COLOURS["ink"]
-        handles.append(Line2D([], [], color=ink, lw=2.5, label=mark))
+        handles.append(Line2D([], [], color=ink, lw=2, label=mark))
     fig.legend(
         handles=handles,
         loc="upper left",

@@ -159,7 +159,7 @@ class MemoryPlan:
 
 
 class MemoryControls(VBox, ValueWidget):
-    """Sliders over model, card and layout, at DeepSeek-V3's own.
+    """Sliders over model, card and layout, at what DeepSeek-V3 reports of its own.
 
     `value` holds what they stand at. It changes once per move, also when a model moves
     several of them.
@@ -206,8 +206,8 @@ def _controls() -> dict[str, ValueWidget]:
         "tp": steps("TP", powers[:5], value=1, unit="ranks per matrix"),
         "ep": steps("EP", powers[:9], value=64, unit="ranks per set of experts"),
         "zero": slider("ZeRO", (0, 3), value=1, unit="stage"),
-        "precision": choice("precision", list(PRECISIONS), value=[*PRECISIONS][1]),
-        "recompute": choice("recompute", POLICIES),
+        "precision": choice("precision", list(PRECISIONS), value=[*PRECISIONS][2]),
+        "recompute": choice("recompute", POLICIES, value="selective"),
     }
     for name in ("model", "card", "precision", "recompute"):
         controls[name].orientation = "horizontal"

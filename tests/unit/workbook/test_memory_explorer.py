@@ -21,6 +21,7 @@ from labkit.workbook.widgets.memory_explorer import (
 
 START = MemoryControls().value
 LITE = "DeepSeek-V2-Lite (16B)"
+PLAIN = {"precision": "BF16, moments in BF16", "recompute": "none"}
 
 
 def at(**changes):
@@ -31,14 +32,16 @@ def plan(**changes):
     return MemoryPlan(**at(**changes))
 
 
-def test_it_starts_at_the_layout_of_deepseek_v3():
+def test_it_starts_at_what_deepseek_v3_reports():
     report = predict(
         PRESETS["v3-671b"],
         TrainConfig(micro_batch=1, global_batch=2048, seq_len=4096, precision="bf16"),
         Layout(pp=16, dp=128, ep=64),
         "h800",
-        states=STATES["deepseek-v3"],
+        states=STATES["deepseek-v3-fp8"],
         zero=1,
+        recompute="selective",
+        cached="fp8",
     )
 
     assert plan().report == report
@@ -46,21 +49,25 @@ def test_it_starts_at_the_layout_of_deepseek_v3():
         "1 × 4,096 tokens on 2,048 × H800 80 GB (PP 16, DP 128, TP 1, EP 64, ZeRO-1): "
         "stage "
     )
-    assert "It does not fit. Biggest: activations" in describe(START)
+
+
+def test_a_plan_between_the_ranges_is_not_promised():
+    assert plan().verdict == "uncertain"
+    assert "It may fit or not. Biggest: activations" in describe(START)
 
 
 def test_the_first_remedy_that_fits_is_named():
-    text = describe(START)
+    text = describe(at(**PLAIN))
 
-    fitting = plan(recompute="full")
-    assert fitting.verdict == "fits"
-    assert plan(recompute="selective").verdict != "fits"
+    assert "It does not fit. Biggest: activations" in text
+    assert plan(**PLAIN | {"recompute": "selective"}).verdict != "fits"
+    assert plan(**PLAIN | {"recompute": "full"}).verdict == "fits"
     assert "Try recompute “" in text
     assert text.endswith("it fits.")
 
 
 def test_states_that_are_too_large_alone_ask_for_more_cards():
-    text = describe(at(model=LITE, n_gpus=1, pp=1, ep=1, zero=0))
+    text = describe(at(**PLAIN, model=LITE, n_gpus=1, pp=1, ep=1, zero=0))
 
     # 14 bytes per parameter, and router scores are no parameters of V2-Lite.
     lasting = 14 * PRESETS["v2-lite-16b"].n_params() / 1e9
@@ -68,19 +75,10 @@ def test_states_that_are_too_large_alone_ask_for_more_cards():
 
 
 def test_a_plan_that_fits_is_told_whether_a_larger_micro_batch_would():
-    roomy = at(model=LITE, n_gpus=8, pp=1, ep=8, card="B200 180 GB")
+    roomy = at(**PLAIN, model=LITE, n_gpus=8, pp=1, ep=8, card="B200 180 GB")
 
     assert "It fits." in describe(roomy)
     assert describe(roomy).endswith("A micro-batch of 2 fits too.")
-
-
-def test_a_plan_between_the_ranges_is_not_promised():
-    near = plan(precision="FP8, moments in BF16", recompute="selective")
-
-    assert near.verdict == "uncertain"
-    assert "It may fit or not." in describe(
-        at(precision="FP8, moments in BF16", recompute="selective")
-    )
 
 
 def test_one_stage_shows_its_instants_and_several_their_fullest():

@@ -70,15 +70,19 @@ def test_a_mark_lies_across_its_column():
     fig = columns(marks={"optimizer": 5.5e9})
     (mark,) = fig.axes[0].lines
 
-    assert list(mark.get_xdata()) == [0.53, 1.47]
+    assert list(mark.get_xdata()) == [0.52, 1.48]
     assert list(mark.get_ydata()) == [5.5, 5.5]
     assert "predicted" in texts(fig)
 
 
-def test_thousands_of_gigabytes_are_told_in_terabytes():
-    fig = columns_figure({"0": {"weights": 42e12}}, title="t", x="stage")
+@pytest.mark.parametrize(
+    ("n_bytes", "unit", "total"),
+    [(3e8, "MB", "300"), (3e9, "GB", "3"), (9e12, "GB", "9,000"), (42e12, "TB", "42")],
+)
+def test_the_unit_follows_the_highest_column(n_bytes, unit, total):
+    fig = columns_figure({"0": {"weights": n_bytes}}, title="t", x="stage")
 
-    assert {"memory (TB)", "42"} <= set(texts(fig))
+    assert {f"memory ({unit})", total} <= set(texts(fig))
 
 
 def test_of_many_columns_only_the_highest_carries_its_total():

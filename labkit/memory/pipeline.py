@@ -7,6 +7,7 @@ arithmetic, and has been compared with no run of several ranks.
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
@@ -44,8 +45,8 @@ class ChunkPrice(NamedTuple):
 
     segment: Segment
 
-    parts: tuple[Price, ...]
-    """What comes first, each layer, what comes last, and balance losses."""
+    parts: list[Price]
+    """What comes first, each layer, what follows all layers, and balance losses."""
 
 
 class _Half(NamedTuple):
@@ -104,12 +105,13 @@ class ChunkPrices:
     ) -> ChunkPrice:
         """Price layers, of which each is dense or not and has a policy."""
         n_sparse = sum([not is_dense for is_dense, _ in layers])
-        parts = (
+        parts = [
             self._once(self._first, is_first, len(layers) > 0),
             *[self._once(self._layer, *layer) for layer in layers],
-            self._once(self._last, is_last),
             self._once(self._balance, n_sparse, self.cfg.n_mtp if is_last else 0),
-        )
+        ]
+        if is_last:
+            parts.insert(-1, self._once(self._last))
         return ChunkPrice(chain([part.segment for part in parts]), parts)
 
     def _first(self, is_first: bool, has_layers: bool) -> Price:
@@ -155,10 +157,8 @@ class ChunkPrices:
         ops = self._ranked(ops)
         return ops, self._brief(ops)
 
-    def _last(self, is_last: bool) -> Price:
+    def _last(self) -> Price:
         """Price what follows all layers."""
-        if not is_last:
-            return Price(self._brief([]))
         ops = self._ranked(last_tape(self.cfg, self.step))
         left = kept_ops(ops, self.cfg, self.step, self.policies)
         targets = copied_targets(self.step)
@@ -196,17 +196,24 @@ def kept_by_module(
     """
     by_module = {"casts": 0}
     for chunk, price, n in zip(chunks, prices, n_kept, strict=True):
-        first, *layers, last, balance = price.parts
-        for index, (_, modules) in zip(chunk.layers, layers, strict=True):
+        if n == 0:
+            continue
+        first, *others = price.parts
+        n_layers = len(chunk.layers)
+        for index, (_, modules) in zip(chunk.layers, others, strict=False):
             prefix = f"layers.{index}."
-            by_module |= {prefix + name: n * x for name, x in modules.items()}
+            for name, x in modules.items():
+                by_module[prefix + name] = n * x
             by_module["casts"] += by_module.pop(prefix + "casts", 0)
-        if chunk.layers:  # the first of which keeps what they share
+        if n_layers:  # the first of which keeps what they share
             name = f"layers.{chunk.layers.start}.attn"
             by_module[name] = by_module.get(name, 0) + n * sum(first.segment.kept)
-        for name, x in (*last.by_module.items(), *balance.by_module.items()):
-            by_module[name] = by_module.get(name, 0) + n * x
-    return {name: n_bytes for name, n_bytes in by_module.items() if n_bytes}
+        for _, modules in others[n_layers:]:
+            for name, x in modules.items():
+                by_module[name] = by_module.get(name, 0) + n * x
+    if not by_module["casts"]:
+        del by_module["casts"]
+    return by_module
 
 
 def at_once(
@@ -214,16 +221,20 @@ def at_once(
 ) -> tuple[Parts, Parts]:
     """Return what several chunks keep, and what lives when one's backward is fullest.
 
+    That is when most micro-batches are kept. Where one chunk is much larger, as the one
+    with the head, as many in a mix with more of it may take more bytes.
+
     Args:
         prices: of a rank's chunks.
         n_kept: micro-batches that each keeps, as from `in_flight`.
         gradients: bytes of those that live throughout the backward.
     """
     pairs = [(x.segment, n) for x, n in zip(prices, n_kept, strict=True)]
-    kept = sums([chunk.kept.times(n) for chunk, n in pairs])
+    kept = reduce(Parts.plus, [chunk.kept.times(n) for chunk, n in pairs])
     candidates = []
     for chunk, n in pairs:
         if n:
             waiting = Parts(gradients=max(gradients - chunk.after, 0))
-            candidates.append(sums([kept.minus(chunk.kept), chunk.fullest, waiting]))
+            fullest = chunk.fullest.plus(waiting)
+            candidates.append(kept.minus(chunk.kept).plus(fullest))
     return kept, max(candidates, key=sum)

@@ -6,6 +6,8 @@ the plain tape, what is said of a GPU has not been compared with one.
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from typing import NamedTuple
 
 from labkit.config import MLAConfig, ModelConfig
 from labkit.memory.activations import Load, model_tape
@@ -47,6 +49,30 @@ SELECTIVE: Mapping[str, frozenset[str]] = {
 IN_BLOCK = re.compile(r"(layers|mtp)\.(\d+)\.(.+)")
 
 
+class Place(NamedTuple):
+    """Where a module is."""
+
+    kind: str
+    """Of its block: "layers" or "mtp"."""
+
+    number: int
+    """Of its block, within its kind."""
+
+    part: str
+    """Its name within the block."""
+
+
+@cache
+def place_in_block(module: str) -> Place | None:
+    """Return the place of a module by its name, None if it lies outside of blocks.
+
+    >>> place_in_block("mtp.0.block.attn").part, place_in_block("head")
+    ('block.attn', None)
+    """
+    match = IN_BLOCK.fullmatch(module)
+    return Place(match[1], int(match[2]), match[3]) if match else None
+
+
 def kept_tape(
     cfg: ModelConfig,
     step: Pass,
@@ -84,12 +110,11 @@ def kept_ops(
     head_inputs = iter(_kept_head_inputs(cfg, policies))
     tape = []
     for op in ops:
-        match = IN_BLOCK.fullmatch(op.module)
-        if match:
-            kind, number, part = match.groups()
-            index = int(number) + (cfg.n_layers if kind == "mtp" else 0)
+        place = place_in_block(op.module)
+        if place:
+            index = place.number + (cfg.n_layers if place.kind == "mtp" else 0)
             name = _policy_of(index, policies, cfg)
-            left = under_policy(name, Op(part, op.kept), cfg, step)
+            left = under_policy(name, Op(place.part, op.kept), cfg, step)
         elif op.module == "norm" and "selective" in policies:
             left = under_policy("selective", op, cfg, step)
         elif op.module == "head" and _has_input(op) and not next(head_inputs):

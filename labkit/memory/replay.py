@@ -15,7 +15,7 @@ from labkit.config import Layout, ModelConfig
 from labkit.memory.activations import Load, model_tape
 from labkit.memory.ranks import rank_tape
 from labkit.memory.recompute import block_policies
-from labkit.memory.recompute_kept import IN_BLOCK, kept_ops
+from labkit.memory.recompute_kept import kept_ops, place_in_block
 from labkit.memory.tape import Kept, Op, Pass
 
 REBUILT = "rebuilt"
@@ -67,12 +67,11 @@ def with_debts(
 
 def _rebuilt_with(op: Op, cfg: ModelConfig, policies: Sequence[str]) -> str:
     """Return the part of the model whose storages come back with the operator's."""
-    match = IN_BLOCK.fullmatch(op.module)
-    if match is None:
+    place = place_in_block(op.module)
+    if place is None:
         return op.module
-    kind, number, rest = match.groups()
-    index = int(number) + (cfg.n_layers if kind == "mtp" else 0)
-    return f"{kind}.{number}.{_branch(rest, policies[index])}"
+    index = place.number + (cfg.n_layers if place.kind == "mtp" else 0)
+    return f"{place.kind}.{place.number}.{_branch(place.part, policies[index])}"
 
 
 def _branch(module: str, policy: str) -> str:

@@ -57,10 +57,21 @@ class Segment(NamedTuple):
     after: int
     """Of gradients, when its backward has ended."""
 
+    n_before: int
+    """Sum of `before`, worked out once for the many chains that it may be part of."""
+
+    n_fullest: int
+    """Sum of `fullest`."""
+
+    @classmethod
+    def of(cls, kept: Parts, before: Parts, fullest: Parts, after: int) -> "Segment":
+        """Return a run with its sums."""
+        return cls(kept, before, fullest, after, sum(before), sum(fullest))
+
     def owing(self, debt: Parts) -> "Segment":
         """Return a run that keeps less, and has all back when its backward begins."""
-        kept, before, *others = self
-        return Segment(kept.minus(debt), before.minus(debt), *others)
+        kept, before = self.kept.minus(debt), self.before.minus(debt)
+        return Segment.of(kept, before, self.fullest, self.after)
 
 
 def segment(ops: Sequence[Op], *, has_gradients: bool = False) -> Segment:
@@ -73,7 +84,7 @@ def segment(ops: Sequence[Op], *, has_gradients: bool = False) -> Segment:
     kept, gradients = Parts(**kept_by_part(ops)), gradient_bytes(ops)
     waiting = sum([op.early_bytes for op in ops])
     held = gradients if has_gradients else 0
-    return Segment(
+    return Segment.of(
         kept,
         kept.plus(Parts(temporaries=waiting, gradients=held)),
         Parts(**fullest_instant(ops, has_gradients=has_gradients)),
@@ -88,15 +99,15 @@ def chain(segments: Sequence[Segment]) -> Segment:
     >>> chain([layer] * 3).fullest
     Parts(activations=0, logits=0, dispatch=0, gradients=15, temporaries=2)
     """
-    kept, before, fullest, after = zip(*segments, strict=True)
+    kept, before, fullest, after, n_before, n_fullest = zip(*segments, strict=True)
     # At the fullest instant of each: what lives of all runs.
-    n_before = [0, *accumulate(map(sum, before))]
+    n_before = [0, *accumulate(n_before)]
     n_after = [0, *accumulate(after)]
     live = [
-        n_before[index] + sum(own) + n_after[-1] - n_after[index + 1]
-        for index, own in enumerate(fullest)
+        n_before[index] + n_own + n_after[-1] - n_after[index + 1]
+        for index, n_own in enumerate(n_fullest)
     ]
     most = live.index(max(live))
     gradients = Parts(gradients=n_after[-1] - n_after[most + 1])
     at_most = sums((*before[:most], fullest[most], gradients))
-    return Segment(sums(kept), sums(before), at_most, n_after[-1])
+    return Segment.of(sums(kept), sums(before), at_most, n_after[-1])

@@ -159,7 +159,8 @@ def in_flight(
     Taken at the first instant at which the rank keeps most in all; later ones may keep
     as many in another mix. Activations count until the weight gradient is done.
     Sources: table 2 of the DeepSeek-V3 report for sums over chunks, the orders of
-    PyTorch's schedules for the rest, DualPipe's own phases for its mix.
+    PyTorch's schedules for the rest. PyTorch has no DualPipe: its mix was worked out by
+    hand from the phases of its authors' code, which no test runs.
 
     Args:
         layout: `pp` ranks with `vpp` chunks each.

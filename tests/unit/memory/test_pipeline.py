@@ -93,7 +93,7 @@ def test_a_rank_keeps_its_part():
 def chunk_price(kept: int, fullest: int, gradients: int) -> ChunkPrice:
     parts = Parts(activations=kept)
     peak = Parts(activations=kept, temporaries=fullest - kept)
-    return ChunkPrice(Segment(parts, parts, peak, gradients), ())
+    return ChunkPrice(Segment.of(parts, parts, peak, gradients), [])
 
 
 def test_one_chunk_runs_backward_while_the_others_wait():

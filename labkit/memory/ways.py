@@ -170,11 +170,11 @@ def _more_recompute(plan: Plan) -> Ways:
 
 def _mixtures(plan: Plan) -> Iterator[tuple[str, ...]]:
     """Yield the cheapest policy of each block that fits, if they are not all one."""
+    room = plan.room()
+    if plan.but(recompute="full").report().peak > room:
+        return  # nothing needs much less
     arguments = {k: v for k, v in plan.arguments.items() if k != "recompute"}
-    try:
-        policies = budget(plan.room(), plan.cfg, **arguments)
-    except ValueError:
-        return  # nothing needs so little
+    policies = budget(room, plan.cfg, **arguments)
     if len({*policies}) > 1:
         yield policies
 

@@ -84,9 +84,9 @@ def predict(  # noqa: PLR0913, each decides alone
     ('backward', '82 MiB')
 
     Raises:
-        ValueError: the layout, the schedule or the policy does not fit the model, no
-            device has this name, FP8 is to be kept of FP32, or a load is given for
-            several ranks.
+        ValueError: the layout, the schedule or the policy does not fit the model, or
+            the batch and its sequences the layout; no device has this name; FP8 is to
+            be kept of FP32; or a load is given for several ranks.
     """
     layout = layout or Layout()
     require_choice({"schedule": schedule}, SCHEDULES)

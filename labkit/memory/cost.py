@@ -12,8 +12,9 @@ are sent to other ranks' experts again are not counted, nor other ranks' context
 FP8 products take as long as BF16's. A pipeline's step is that of 1F1B under every
 schedule: all micro-batches through the slowest stage, one through the others too.
 
-Measured beside it are FLOPs, which agree to the last one, and times on a CPU, which
-`tests/benchmarks/bench_recompute.py` prints. Nothing was timed on a GPU.
+On a CPU, tests count the FLOPs, which agree to the last one, and the bytes that run
+again, which agree within a quarter; `tests/benchmarks/bench_recompute.py` prints times
+beside measured ones. Nothing was timed on a GPU.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -153,10 +153,16 @@ def _core_work(attention: AttentionConfig, step: Pass) -> Iterator[Work]:
     """Yield the attention core: scores of a causal sequence, and sums of values."""
     u, w = attention.v_head_dim, attention.qk_head_dim
     n_heads, size = step.batch * attention.n_heads, step.compute.itemsize
-    ends = n_heads * step.seq_len * (2 * w + 2 * u) * size
+    n_vectors = n_heads * step.seq_len
+    ends = n_vectors * (2 * w + 2 * u) * size
+    # The result is copied, heads side by side.
+    yield moved("core", n_vectors * u * size, (2, 2))
     if step.device == "cpu":
-        n_pairs = n_heads * _block_pairs(step.seq_len)
+        blocks = _blocks(step.seq_len)
+        n_pairs = n_heads * sum(n * end for n, end in blocks)
+        n_masked = n_heads * sum(n * n for n, _ in blocks)
         yield moved("core", n_pairs * size, SCORE_PASSES)
+        yield moved("core", n_masked * size, (2, 2))
     else:
         n_pairs = n_heads * step.seq_len * (step.seq_len + 1) / 2
         u = w = max(u, w)  # what is narrower is padded
@@ -165,13 +171,11 @@ def _core_work(attention: AttentionConfig, step: Pass) -> Iterator[Work]:
     yield Work("core", flops, ends, again, 2 * ends)
 
 
-def _block_pairs(seq_len: int) -> int:
-    """Return the scores of one head that a CPU computes: no block of later keys."""
-    pairs = 0
-    for start in range(0, seq_len, BLOCK_QUERIES):
-        end = min(start + BLOCK_QUERIES, seq_len)
-        pairs += (end - start) * end
-    return pairs
+def _blocks(seq_len: int) -> list[tuple[int, int]]:
+    """Return the blocks of one head on a CPU: their queries, and the keys they see."""
+    starts = range(0, seq_len, BLOCK_QUERIES)
+    ends = [min(start + BLOCK_QUERIES, seq_len) for start in starts]
+    return [(end - start, end) for start, end in zip(starts, ends, strict=True)]
 
 
 def mlp_work(widths: tuple[int, int], step: Pass) -> Iterator[Work]:

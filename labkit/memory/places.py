@@ -197,9 +197,9 @@ class _Choices:
 
     def _row(self, chunk: Layers, is_selective: bool) -> list[list[Choice]]:
         """Return the choices of a chunk's parts, "none" first."""
-        first, *layers, _, balance = self._parts(chunk, self.plain)
+        first, *_, balance = self._parts(chunk, self.plain)
         row = [[_choice((), 0.0, first)]]
-        row += [self._layer(chunk, place) for place in range(len(layers))]
+        row += [self._layer(chunk, place) for place in range(len(chunk.layers))]
         if chunk.is_last:
             row.append(self._last(chunk, is_selective))
         return [*row, [_choice((), 0.0, balance)]]
@@ -238,7 +238,7 @@ class _Choices:
         return choices
 
     def _parts(self, chunk: Layers, policies: tuple[str, ...]) -> list[Segment]:
-        """Return what comes first, layers, what comes last, and balance losses."""
+        """Return what comes first, layers, what follows all, and balance losses."""
         counted = self.counted
         if policies not in self.prices:
             self.prices[policies] = ChunkPrices(

@@ -226,13 +226,14 @@ def test_a_budget_is_a_whole_number():
 
 
 def test_what_runs_again_depends_on_what_a_byte_costs():
-    least, most = (peak(DENSE, TRAIN, x, {}) for x in ("full", "none"))
+    cfg, train, _ = STEPS["grouped-query"]
+    least, most = (peak(cfg, train, x, {}) for x in ("full", "none"))
     dear, free = (
-        budget((least + most) // 2, DENSE, TRAIN, balance=balance)
+        budget((least + most) // 2, cfg, train, balance=balance)
         for balance in (1e9, 1e-9)
     )
-    assert dear == ("full", "none", "none")  # many norms cost more than few products
-    assert free == ("selective", "selective", "none")
+    assert dear == ("selective", "moe", "none")  # scores move many bytes
+    assert free == ("selective", "attention", "none")  # and experts have many FLOPs
 
 
 @pytest.mark.usefixtures("unchecked")

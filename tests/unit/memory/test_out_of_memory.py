@@ -228,6 +228,18 @@ def test_after_the_answer_nothing_is_watched_any_more(model):
     assert all(not p._post_accumulate_grad_hooks for p in model.parameters())
 
 
+def test_a_real_error_under_a_limit_is_answered_with_what_was_counted(model):
+    model.layers[1].ffn.register_forward_pre_hook(asks_for_too_much)
+    error = out_of_memory(model, steps(model), limit=2 * PEAK)
+    first, second = str(error).splitlines()[:2]
+    assert first.startswith(
+        f"out of memory, forward of layers.1.ffn: {CPU_TEXT}{2**52} by"
+    )
+    assert "lived then (counted): " in second
+    assert error.report.timeline[-1].by_part["activations"] > 0
+    assert CPU_TEXT in str(error.__cause__) and error.is_undone
+
+
 def test_a_guard_leaves_the_limit_of_an_outer_one_to_that(model):
     step = steps(model)
 

@@ -100,7 +100,7 @@ class Outcome:
 def outcome(step: RepeatedStep, policies: Policies) -> Outcome:
     """Return what a step under these policies keeps and computes.
 
-    It is done twice, for bytes and for FLOPs.
+    It is done twice: a counter of FLOPs holds tensors a little longer.
     """
     step.under(policies)
     report = measure(step, step.model, step.optimizer)

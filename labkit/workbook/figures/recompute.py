@@ -258,7 +258,7 @@ def _sides(
     half = LINE / 2
     sides = []
     for up in (0, LINE, -LINE, 1.8 * LINE, -1.8 * LINE, 2.6 * LINE, -2.6 * LINE):
-        for start in (x + 12, x - 12 - width, x - width / 2):
+        for start in (x + 14, x - 14 - width, x - width / 2):
             if up == 0 and start == x - width / 2:
                 continue
             sides.append((start, y + up - half, start + width, y + up + half))

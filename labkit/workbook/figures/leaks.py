@@ -121,11 +121,11 @@ def within_step(
         axes.text(middle, 1.06 * top, f"micro-batch {number}", ha="center")
         start += len(part)
     axes.axhline(floor / 1e6, color=COLOURS["gradients"], linestyle="--")
-    note = f"{floor_name}: {spell_size(floor)}"
-    axes.annotate(note, (0, floor / 1e6), (6, 5), textcoords="offset points")
     middle = len(levels[0]) + len(levels[1]) / 2
-    axes.text(middle, (2 * floor / 1e6 + top) / 3, "comes and goes", ha="center")
-    axes.text(middle, floor / 2e6, "stays", ha="center")
+    low = floor / 1e6 + 0.16 * (top - floor / 1e6)  # where the hill is wide
+    axes.text(middle, low, "comes and goes", ha="center")
+    note = f"{floor_name} stay: {spell_size(floor)}"
+    axes.text((len(levels[0]) + start) / 2, floor / 2e6, note, ha="center")
     axes.set_xlim(0, start)
     axes.set_ylim(0, 1.15 * top)
     axes.grid(visible=False, axis="x")

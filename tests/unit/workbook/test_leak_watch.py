@@ -110,7 +110,7 @@ def test_micro_batches_stand_side_by_side():
     fig = leaks.within_step(levels, title="t", floor=2_000_000, floor_name="kept")
     names = [text.get_text() for text in fig.axes[0].texts]
 
-    assert {"micro-batch 1", "micro-batch 2", "kept: 2 MB"} <= set(names)
+    assert {"micro-batch 1", "micro-batch 2", "kept stay: 2 MB"} <= set(names)
     assert fig.axes[0].get_xlim() == (0, 6)
 
 

@@ -54,6 +54,10 @@ class States:
     moments: str = "float32"
     """Dtype of both moments of AdamW."""
 
+    has_buffer: bool = False
+    """Whether gradients lie in a buffer that is there from step to step, as Megatron's
+    do. Those of another dtype than the weights always do."""
+
     has_counters: bool = True
     """Whether the optimizer counts steps with every tensor, as torch.optim.AdamW
     does; others count once."""
@@ -88,7 +92,9 @@ class States:
 STATES: Mapping[str, States] = MappingProxyType(
     {
         "trainer": States(),
-        "megatron": States(weights="bfloat16", master="float32", has_counters=False),
+        "megatron": States(
+            weights="bfloat16", master="float32", has_buffer=True, has_counters=False
+        ),
         "deepseek-v3": States(
             weights="bfloat16",
             master="float32",

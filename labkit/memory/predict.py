@@ -52,11 +52,11 @@ def predict(  # noqa: PLR0913, each decides alone
     the report is that of the stage with the highest peak; activations are those of all
     micro-batches on their way, also by module.
 
-    Assumed of several ranks: gradients in another dtype than the weights, or shared
-    out by ZeRO, lie in one buffer, to which each is added once it is made; others are
-    copied into one message when they are summed, as `Trainer` does. Rows on their way
-    to experts of other ranks lie in one buffer. Weights that ZeRO shares out are
-    gathered as `gathered_weights` says: a block at a time, and the next one ahead.
+    Assumed of several ranks: gradients that ZeRO shares out lie in one buffer, as those
+    of `States.has_buffer` do, to which each is added once it is made; others are copied
+    into one message when they are summed, as `Trainer` does. Rows on their way to
+    experts of other ranks lie in one buffer. Weights that ZeRO shares out are gathered
+    as `gathered_weights` says: a block at a time, and the next one ahead.
 
     Args:
         cfg: the model.

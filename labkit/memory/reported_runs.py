@@ -67,6 +67,7 @@ MOONLIGHT_STATES = States(
     master="int16",
     gradients="bfloat16",
     moments="bfloat16",
+    has_buffer=True,
     has_counters=False,
 )
 
@@ -148,17 +149,11 @@ def moonlight() -> Figures:
         yield f"saved by {modules}", n_bytes
 
 
-def _moonlight_peak(states: States) -> float:
-    """Return the peak with BF16 gradients in one buffer.
-
-    `predict` has such a buffer for gradients that are not in the weights' dtype: so
-    FP32 ones are predicted, and half of their bytes taken off.
-    """
-    wider = replace(states, gradients="float32")
-    report = predict(
-        MOONLIGHT, MOONLIGHT_TRAIN, MOONLIGHT_RUN, "gpu", states=wider, zero=1
-    )
-    return report.peak - report.by_part["gradients"] / 2
+def _moonlight_peak(states: States) -> int:
+    """Return the predicted peak of one GPU, all of which hold as much."""
+    return predict(
+        MOONLIGHT, MOONLIGHT_TRAIN, MOONLIGHT_RUN, "gpu", states=states, zero=1
+    ).peak
 
 
 def _dense_bytes(cfg: ModelConfig, layout: Layout) -> float:

@@ -57,7 +57,8 @@ class StepReport:
     @property
     def has_buffer(self) -> bool:
         """Whether gradients lie in a buffer, to which each is added once made."""
-        return self.states.gradients != self.states.weights or self.zero >= 2
+        states = self.states
+        return states.has_buffer or states.gradients != states.weights or self.zero >= 2
 
     def alone(self, load: Load | None) -> MemoryReport:
         """Return the report of a rank that has all layers."""

@@ -79,7 +79,7 @@ def _router_tape(moe: MoEConfig, dim: int, step: Pass) -> Iterator[Op]:
         Kept("experts", n * k * INDEX_BYTES),
     ]
     if step.weights != exact:
-        kept.insert(0, Kept("weight", n_weights * EXACT_BYTES, "casts"))
+        kept.insert(0, Kept("weight in FP32", n_weights * EXACT_BYTES, "casts"))
     if moe.norm_topk_prob:
         kept += [
             activation("sum of the chosen", n, exact),

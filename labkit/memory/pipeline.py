@@ -25,7 +25,7 @@ from labkit.memory.kept_attention import rotations
 from labkit.memory.playback import kept_by_part
 from labkit.memory.ranks import rank_tape
 from labkit.memory.recompute_kept import kept_ops, under_policy
-from labkit.memory.replay import with_debts
+from labkit.memory.replay import debt_of, rebuilt_casts, with_debts
 from labkit.memory.segments import Parts, Segment, chain, segment, sums
 from labkit.memory.stages import Chunk
 from labkit.memory.tape import Op, Pass
@@ -39,6 +39,9 @@ class Price(NamedTuple):
     by_module: Mapping[str, int] = MappingProxyType({})
     """Bytes that each keeps, as `bytes_by_module` gives them."""
 
+    casts: int = 0
+    """Bytes that autocast holds to the end of the forward, as `rebuilt_casts`."""
+
 
 class ChunkPrice(NamedTuple):
     """What a micro-batch needs of a chunk."""
@@ -47,6 +50,11 @@ class ChunkPrice(NamedTuple):
 
     parts: list[Price]
     """What comes first, each layer, what follows all layers, and balance losses."""
+
+    @property
+    def casts(self) -> int:
+        """Bytes that autocast holds to the end of the forward."""
+        return sum([part.casts for part in self.parts])
 
 
 class _Half(NamedTuple):
@@ -59,6 +67,7 @@ class _Half(NamedTuple):
     """What its policy does not keep of it."""
 
     by_module: dict[str, int]
+    casts: int
 
 
 BRANCHES = {"attention": "attention", "moe": "experts"}
@@ -136,8 +145,9 @@ class ChunkPrices:
         else:
             layer = chain([half.plain.owing(half.debt) for half in halves])
         attention, ffn = (half.by_module for half in halves)
-        casts = attention.get("casts", 0) + ffn.get("casts", 0)
-        return Price(layer, {**attention, **ffn, "casts": casts})
+        kept_casts = attention.get("casts", 0) + ffn.get("casts", 0)
+        by_module = {**attention, **ffn, "casts": kept_casts}
+        return Price(layer, by_module, sum([half.casts for half in halves]))
 
     def _half(self, name: str, policy: str) -> _Half:
         ops, plain = self._once(self._plain, name)
@@ -145,7 +155,8 @@ class ChunkPrices:
         if policy != "none":
             left = [under_policy(policy, op, self.cfg, self.step) for op in ops]
         debt = plain.kept.minus(Parts(**kept_by_part(left)))
-        return _Half(plain, debt, bytes_by_module(left))
+        casts = rebuilt_casts(debt_of(name, ops, left))
+        return _Half(plain, debt, bytes_by_module(left), casts)
 
     def _plain(self, name: str) -> tuple[list[Op], Segment]:
         cfg, step = self.cfg, self.step
@@ -163,7 +174,8 @@ class ChunkPrices:
         left = kept_ops(ops, self.cfg, self.step, self.policies)
         targets = copied_targets(self.step)
         tape = with_debts(ops, left, self.cfg, self.policies) + targets
-        return Price(self._brief(tape), bytes_by_module([*left, *targets]))
+        by_module = bytes_by_module([*left, *targets])
+        return Price(self._brief(tape), by_module, rebuilt_casts(tape))
 
     def _balance(self, n_main: int, n_mtp: int) -> Price:
         ops = self._ranked(balance_tape(self.cfg, self.step, n_main, n_mtp))
@@ -200,16 +212,16 @@ def kept_by_module(
             continue
         first, *others = price.parts
         n_layers = len(chunk.layers)
-        for index, (_, modules) in zip(chunk.layers, others, strict=False):
+        for index, layer in zip(chunk.layers, others, strict=False):
             prefix = f"layers.{index}."
-            for name, x in modules.items():
+            for name, x in layer.by_module.items():
                 by_module[prefix + name] = n * x
             by_module["casts"] += by_module.pop(prefix + "casts", 0)
         if n_layers:  # the first of which keeps what they share
             name = f"layers.{chunk.layers.start}.attn"
             by_module[name] = by_module.get(name, 0) + n * sum(first.segment.kept)
-        for _, modules in others[n_layers:]:
-            for name, x in modules.items():
+        for part in others[n_layers:]:
+            for name, x in part.by_module.items():
                 by_module[name] = by_module.get(name, 0) + n * x
     if not by_module["casts"]:
         del by_module["casts"]

@@ -61,7 +61,7 @@ def with_debts(
     tape: list[Op] = []
     for name, group in groupby(pairs, lambda x: _rebuilt_with(x[0], cfg, policies)):
         ops, kept = zip(*group, strict=True)
-        tape += [*ops, *_debt(name, ops, kept)]
+        tape += [*ops, *debt_of(name, ops, kept)]
     return tape
 
 
@@ -80,7 +80,7 @@ def _branch(module: str, policy: str) -> str:
     return "" if policy == "full" else half
 
 
-def _debt(name: str, ops: Sequence[Op], left: Sequence[Op]) -> Iterator[Op]:
+def debt_of(name: str, ops: Sequence[Op], left: Sequence[Op]) -> Iterator[Op]:
     """Yield what is rebuilt of these operators, as bytes that do not live before."""
     missing: Counter[tuple[str, str]] = Counter()
     for op, kept in zip(ops, left, strict=True):
@@ -93,10 +93,10 @@ def _debt(name: str, ops: Sequence[Op], left: Sequence[Op]) -> Iterator[Op]:
 
 
 def rebuilt_casts(tape: Iterable[Op]) -> int:
-    """Return the bytes of copies of weights that are made again in the backward.
+    """Return the bytes of autocast's copies of weights that the backward makes again.
 
-    Autocast holds the first ones to the end of the forward: not those of the experts,
-    which make their own.
+    It holds the first ones to the end of a micro-batch's forward: not those of experts,
+    which make their own, nor of the routers of a BF16 model.
     """
     return -sum(
         storage.n_bytes

@@ -13,6 +13,7 @@ from labkit.memory.gathered import Gathered, gathered_weights
 from labkit.memory.measure import AFTER_BACKWARD, BACKWARD, FORWARD, OPTIMIZER
 from labkit.memory.persistent import States, persistent_by_stage
 from labkit.memory.pipeline import (
+    ChunkPrice,
     ChunkPrices,
     adding_to_buffer,
     at_once,
@@ -23,7 +24,7 @@ from labkit.memory.ranks import rank_tape
 from labkit.memory.recompute_kept import kept_ops
 from labkit.memory.replay import rebuilt_casts, with_debts
 from labkit.memory.report import Instant, MemoryReport
-from labkit.memory.stages import Stage, in_flight, stage_layers
+from labkit.memory.stages import Chunk, Stage, in_flight, stage_layers
 from labkit.memory.tape import EXACT_BYTES, INDEX_BYTES, Pass
 
 
@@ -121,16 +122,25 @@ class StepReport:
         chunks = held.stage.chunks
         priced = [prices.of(chunk) for chunk in chunks]
         kept, played = at_once(priced, n_kept, gradients)
-        has_head = any([chunk.is_last for chunk in chunks])
-        n_logits = unkept_logits(self.cfg, self.step) if has_head else 0
         timeline = self._timeline(
             held,
             kept=kept._asdict(),
-            unkept={"logits": -(-n_logits // self.layout.tp)},
+            unkept=self._most_unkept(chunks, priced),
             played=played._asdict(),
         )
         by_module = kept_by_module(chunks, priced, n_kept)
         return MemoryReport(timeline=timeline, by_module=by_module)
+
+    def _most_unkept(
+        self, chunks: Sequence[Chunk], priced: Sequence[ChunkPrice]
+    ) -> dict[str, int]:
+        """Return what the chunk with most of it has beside what it keeps."""
+        logits = -(-unkept_logits(self.cfg, self.step) // self.layout.tp)
+        unkept = [
+            {"logits": logits * chunk.is_last, "temporaries": price.casts}
+            for chunk, price in zip(chunks, priced, strict=True)
+        ]
+        return max(unkept, key=lambda parts: sum(parts.values()))
 
     def _timeline(
         self,

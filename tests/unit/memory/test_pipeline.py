@@ -10,7 +10,7 @@ from labkit.memory.activations import model_tape
 from labkit.memory.pipeline import ChunkPrice, ChunkPrices, at_once
 from labkit.memory.playback import fullest_instant, kept_by_part
 from labkit.memory.recompute import RECOMPUTE_POLICIES, block_policies
-from labkit.memory.replay import replay_tape
+from labkit.memory.replay import rebuilt_casts, replay_tape
 from labkit.memory.segments import Parts, Segment
 from labkit.memory.stages import Chunk
 from labkit.memory.tape import Pass
@@ -88,6 +88,24 @@ def test_a_rank_keeps_its_part():
     part = sum(price(V3, step, chunk, layout=Layout(tp=4)).kept)
 
     assert all_of_it / 4 < part < all_of_it / 3
+
+
+@pytest.mark.parametrize("policy", [*RECOMPUTE_POLICIES, MIXED], ids=str)
+def test_chunks_hold_the_copies_of_weights_that_their_tape_makes_again(policy):
+    cfg = replace(TINY, n_layers=6)
+    step = Pass(batch=1, seq_len=64, compute=torch.bfloat16)
+    tape = replay_tape(cfg, step, policy)
+    prices = ChunkPrices(
+        cfg=cfg,
+        step=step,
+        layout=Layout(),
+        policies=block_policies(policy, cfg.n_layers + cfg.n_mtp),
+        has_gradients=False,
+        has_buffer=False,
+    )
+
+    assert prices.of(whole(cfg)).casts == rebuilt_casts(tape)
+    assert (rebuilt_casts(tape) > 0) == (policy != "none")
 
 
 def chunk_price(kept: int, fullest: int, gradients: int) -> ChunkPrice:

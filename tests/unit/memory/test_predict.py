@@ -192,42 +192,6 @@ def test_stages_hold_what_lasts_of_each():
     assert report.peak == max(stage.peak for stage in report.by_stage)
 
 
-BF16_ALONE = replace(STATES["megatron"], gradients="bfloat16", master="int16")
-
-
-@pytest.mark.parametrize(
-    "states", [STATES["megatron"], replace(STATES["megatron"], has_buffer=False)]
-)
-@pytest.mark.parametrize("layout", [None, Layout(dp=2), Layout(pp=2)], ids=str)
-def test_gradients_in_fp32_beside_bf16_weights_lie_in_a_buffer_throughout(
-    states, layout
-):
-    report = predict(TINY, TRAIN, layout, states=states)
-
-    assert len({instant.by_part["gradients"] for instant in report.timeline}) == 1
-
-
-@pytest.mark.parametrize("layout", [None, Layout(dp=2), Layout(pp=2)], ids=str)
-def test_a_gradient_buffer_in_the_weights_dtype_is_there_throughout_and_needs_no_copy(
-    layout,
-):
-    step = replace(TRAIN, global_batch=2)
-    wider = predict(TINY, step, layout, states=STATES["megatron"])
-    report = predict(TINY, step, layout, states=BF16_ALONE)
-
-    for instant, other in zip(report.timeline, wider.timeline, strict=True):
-        assert instant.by_part["gradients"] == other.by_part["gradients"] // 2
-        assert "communication" not in instant.by_part
-
-
-def test_gradients_in_the_weights_dtype_without_a_buffer_come_with_the_backward():
-    states = replace(BF16_ALONE, has_buffer=False)
-    report = predict(TINY, replace(TRAIN, global_batch=2), Layout(dp=2), states=states)
-
-    assert "gradients" not in report.timeline[0].by_part
-    assert last(report, "after backward")["communication"] > 0
-
-
 def test_tensor_parallel_ranks_share_all_but_latents_and_what_each_computes_whole():
     cfg = replace(TINY, moe=None, n_dense_layers=0, mtp=None)
     one, two = (predict(cfg, TRAIN, Layout(tp=tp)).by_part for tp in (1, 2))
@@ -244,17 +208,6 @@ def test_busier_experts_receive_and_keep_more():
     assert busy.by_part["activations"] > even.by_part["activations"]
     paper = predict(TINY, TRAIN, layout, routing="paper")
     assert paper.by_part["dispatch"] == even.by_part["dispatch"] / 2
-
-
-def test_gradients_are_copied_into_a_message_when_ranks_sum_them():
-    def message(**options):
-        report = predict(TINY, TRAIN, **options)
-        return last(report, "after backward").get("communication", 0)
-
-    model = Transformer(TINY, device="meta")
-    n_bytes = sum(parameter.nbytes for parameter in model.parameters())
-    assert message() == 0
-    assert message(layout=Layout(dp=2)) == n_bytes
 
 
 def test_a_load_is_refused_for_several_ranks():

@@ -67,7 +67,7 @@ def predict(  # noqa: PLR0913, each decides alone
         recompute: the policy, as for `apply_recompute`.
         zero: as for `persistent`.
         states: dtypes of what lasts.
-        schedule: of the pipeline, as for `stage_layers`.
+        schedule: of the pipeline, as for `stage_layers`; one rank alone has none.
         layers_per_stage: as for `stage_layers`.
         routing: as for `routed_rows`.
         imbalance: as for `routed_rows`.
@@ -109,9 +109,10 @@ def predict(  # noqa: PLR0913, each decides alone
         zero=zero,
         policies=_policies(cfg, recompute),
     )
+    cut = None if layers_per_stage is None else tuple(layers_per_stage)
     if layout.pp == 1:
-        return report.alone(load)
-    return report.pipeline(schedule, layers_per_stage)
+        return report.alone(load, cut)
+    return report.pipeline(schedule, cut)
 
 
 def _policies(cfg: ModelConfig, recompute: str | Sequence[str]) -> tuple[str, ...]:

@@ -278,8 +278,8 @@ def _require_split(
         require_whole({"layers_per_stage": n_layers}, at_least=0)
     if len(layers_per_stage) != n_virtual or sum(layers_per_stage) != cfg.n_layers:
         raise ValueError(
-            "layers_per_stage must name the layers of each of the "
-            f"{n_virtual} virtual stages and sum to n_layers={cfg.n_layers}; got "
+            "layers_per_stage must name the layers of each virtual stage, which are "
+            f"pp * vpp = {n_virtual}, and sum to n_layers={cfg.n_layers}; got "
             f"{len(layers_per_stage)} numbers that sum to {sum(layers_per_stage)}. "
             "Correct it, or leave it out for an even split."
         )

@@ -61,7 +61,9 @@ class StepReport:
         states = self.states
         return states.has_buffer or states.gradients != states.weights or self.zero >= 2
 
-    def alone(self, load: Load | None) -> MemoryReport:
+    def alone(
+        self, load: Load | None, layers_per_stage: tuple[int, ...] | None
+    ) -> MemoryReport:
         """Return the report of a rank that has all layers."""
         cfg, step, layout, policies = self.cfg, self.step, self.layout, self.policies
         plain = list(rank_tape(model_tape(cfg, step, load=load), layout))
@@ -69,7 +71,8 @@ class StepReport:
         tape = with_debts(plain, left, cfg, policies) + targets
         if self.has_buffer:
             tape = [adding_to_buffer(op) for op in tape]
-        (held,) = _by_stage(cfg, layout, "1f1b", None, self.states, self.zero)
+        cut = cfg, layout, "1f1b", layers_per_stage
+        (held,) = _by_stage(*cut, self.states, self.zero)
         has_gradients = self.n_micro_batches > 1 and not self.has_buffer
         played = fullest_instant(tape, has_gradients=has_gradients)
         if self.has_buffer:
@@ -85,11 +88,9 @@ class StepReport:
         return MemoryReport(timeline=timeline, by_module=by_module)
 
     def pipeline(
-        self, schedule: str, layers_per_stage: Sequence[int] | None
+        self, schedule: str, layers_per_stage: tuple[int, ...] | None
     ) -> MemoryReport:
         """Return the report of the fullest stage, with those of all."""
-        if layers_per_stage is not None:
-            layers_per_stage = tuple(layers_per_stage)
         cut = self.cfg, self.layout, schedule, layers_per_stage
         prices = ChunkPrices(
             cfg=self.cfg,

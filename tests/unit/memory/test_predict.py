@@ -349,6 +349,18 @@ def test_a_dense_model_runs_no_experts_again():
         predict(replace(TINY, moe=None), TRAIN, recompute="moe")
 
 
+def test_a_split_of_layers_is_read_also_where_one_rank_has_all():
+    assert predict(TINY, TRAIN, layers_per_stage=[4]) == predict(TINY, TRAIN)
+    with pytest.raises(ValueError) as error:
+        predict(TINY, TRAIN, layers_per_stage=[2, 2])
+
+    assert str(error.value) == (
+        "layers_per_stage must name the layers of each virtual stage, which are "
+        "pp * vpp = 1, and sum to n_layers=4; got 2 numbers that sum to 4. Correct it, "
+        "or leave it out for an even split."
+    )
+
+
 def test_an_unknown_schedule_is_named_also_without_stages():
     with pytest.raises(ValueError, match="schedule must be one of '1f1b', .*; got 'r"):
         predict(TINY, TRAIN, schedule="ring")

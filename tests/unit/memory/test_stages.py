@@ -281,8 +281,8 @@ def test_no_chunk_keeps_more_than_the_step_has(schedule, half, vpp, n):
         ),
         (
             lambda: stage_layers(TINY, Layout(pp=2), layers_per_stage=(3, 2)),
-            "must name the layers of each of the 2 virtual stages and sum to "
-            "n_layers=4; got 2 numbers that sum to 5. Correct it, or leave it out",
+            "must name the layers of each virtual stage, which are pp \\* vpp = 2, and "
+            "sum to n_layers=4; got 2 numbers that sum to 5. Correct it, or leave it",
         ),
         (
             lambda: stage_layers(TINY, Layout(pp=2), layers_per_stage=(5, -1)),

@@ -14,7 +14,8 @@ schedule: all micro-batches through the slowest stage, one through the others to
 
 On a CPU, tests count the FLOPs, which agree to the last one, and the bytes that run
 again, which agree within a quarter; `tests/benchmarks/bench_recompute.py` prints times
-beside measured ones. Nothing was timed on a GPU.
+beside measured ones. In BF16 "selective" was measured to cost twice what is predicted,
+since the products that it runs again are small. Nothing was timed on a GPU.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -31,8 +31,9 @@ EVERY = (2, 3, 4, 6)
 SHARES = (0.15, 0.4, 0.65, 0.9)
 """Of the way from the least bytes to the most, where budgets are set."""
 
-FURTHEST = 0.06
-"""Most by which a predicted extra time may miss the measured one."""
+FURTHEST = {"fp32": 0.05, "bf16": 0.08}
+"""Most by which a predicted extra time may miss the measured one. The model takes all
+products for equally fast; the small ones that "selective" runs again are not in BF16."""
 
 SLOWER = 0.03
 """Most that a budget's step may take longer than the best policy by name, measured."""
@@ -130,7 +131,7 @@ def compare(precision: str, n_rounds: int) -> bool:
     model, step = training_step(precision)
     every = [*dict.fromkeys([*named.values(), *bought.values()])]
     measured = extra_times(model, step, every, n_rounds)
-    passed = True
+    passed, furthest = True, FURTHEST[precision]
     head = "extra time", "predicted", "peak MiB", "predicted"
     print(" " * 12, *(f"{name:>10}" for name in head))
 
@@ -144,7 +145,7 @@ def compare(precision: str, n_rounds: int) -> bool:
 
     for name, each in named.items():
         line(name, each)
-        passed &= abs(measured[each] - recompute_cost(CFG, train, each)) <= FURTHEST
+        passed &= abs(measured[each] - recompute_cost(CFG, train, each)) <= furthest
     for n_bytes, each in bought.items():
         fitting = [name for name, other in named.items() if peaks[other] <= n_bytes]
         best = min(fitting, key=lambda name: measured[named[name]])

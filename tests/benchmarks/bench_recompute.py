@@ -32,8 +32,8 @@ SHARES = (0.15, 0.4, 0.65, 0.9)
 """Of the way from the least bytes to the most, where budgets are set."""
 
 FURTHEST = {"fp32": 0.05, "bf16": 0.08}
-"""Most by which a predicted extra time may miss the measured one. The model takes all
-products for equally fast; the small ones that "selective" runs again are not in BF16."""
+"""Most by which a predicted extra time may miss the measured one. All products are
+taken for equally fast; the small ones that "selective" runs again are not in BF16."""
 
 SLOWER = 0.03
 """Most that a budget's step may take longer than the best policy by name, measured."""

@@ -88,7 +88,7 @@ def n_runs(run: Run) -> int:
     """Return how often the block runs."""
     calls = []
 
-    def block(x: Tensor) -> Tensor:
+    def block(x: Float[Tensor, "n"]) -> Float[Tensor, "n"]:
         calls.append(x)
         return x.square()
 

@@ -6,16 +6,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from labkit.config import (
-    PRESETS,
-    GQAConfig,
-    Layout,
-    MLAConfig,
-    ModelConfig,
-    MoEConfig,
-    MTPConfig,
-    TrainConfig,
-)
+from labkit.config import PRESETS, GQAConfig, Layout, TrainConfig
 from labkit.memory.cost import (
     BLOCK_POLICIES,
     CPU_BALANCE,
@@ -31,34 +22,6 @@ from labkit.memory.recompute import (
 )
 from labkit.model import Transformer
 
-MLA = MLAConfig(
-    n_heads=2,
-    q_lora_rank=12,
-    kv_lora_rank=8,
-    qk_nope_head_dim=8,
-    qk_rope_head_dim=4,
-    v_head_dim=10,
-)
-DENSE = ModelConfig(
-    vocab_size=32,
-    dim=16,
-    n_layers=2,
-    inter_dim=24,
-    attention=MLA,
-    max_seq_len=300,
-    init_std=0.1,
-)
-MOE = MoEConfig(n_routed_experts=4, n_activated_experts=2, moe_inter_dim=8)
-SPARSE = replace(DENSE, moe=MOE, n_dense_layers=1)
-CONFIGS = {
-    "dense": DENSE,
-    "no query rank": replace(DENSE, attention=replace(MLA, q_lora_rank=None)),
-    "no shared experts": replace(SPARSE, moe=replace(MOE, n_shared_experts=0)),
-    "multi-token": replace(SPARSE, mtp=MTPConfig(depth=2)),
-    "grouped-query": replace(
-        SPARSE, attention=GQAConfig(n_heads=4, n_kv_heads=2, head_dim=8)
-    ),
-}
 TRAIN = TrainConfig(micro_batch=2, global_batch=2, seq_len=16)
 
 FLOPS_ALONE = 1e-12
@@ -79,10 +42,9 @@ def predicted_flops(cfg, train, policy):
     return times.total(block_policies(policy, cfg.n_layers + cfg.n_mtp))
 
 
-@pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.usefixtures("unchecked")
-def test_flops_of_every_policy_are_those_that_a_counter_sees(name):
-    cfg = CONFIGS[name]
+def test_flops_of_every_policy_are_those_that_a_counter_sees(small_model):
+    cfg = small_model
     for policy in RECOMPUTE_POLICIES:
         if policy == "moe" and cfg.moe is None:
             continue
@@ -91,18 +53,18 @@ def test_flops_of_every_policy_are_those_that_a_counter_sees(name):
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_a_cpus_attention_computes_no_block_of_later_keys():
+def test_a_cpus_attention_computes_no_block_of_later_keys(dense):
     train = replace(TRAIN, seq_len=300)
     for policy in ("none", "full"):
-        expected = counted_flops(DENSE, train, policy)
-        assert predicted_flops(DENSE, train, policy) == pytest.approx(
+        expected = counted_flops(dense, train, policy)
+        assert predicted_flops(dense, train, policy) == pytest.approx(
             expected, rel=1e-9
         )
 
 
-def test_the_cost_of_full_by_hand():
+def test_the_cost_of_full_by_hand(dense):
     gqa = GQAConfig(n_heads=1, n_kv_heads=1, head_dim=16)
-    cfg = replace(DENSE, attention=gqa, vocab_size=1)
+    cfg = replace(dense, attention=gqa, vocab_size=1)
     n, width, hidden = 32, 16, 24
     weights, last = 4 * width**2 + 3 * width * hidden, width * hidden
     scores = 2 * n * 16 * width  # of every query with 16 keys
@@ -115,8 +77,8 @@ def test_the_cost_of_full_by_hand():
     assert cost == pytest.approx(again / step)
 
 
-def test_no_recompute_costs_nothing_and_a_mixture_the_sum_of_its_blocks():
-    cfg = replace(SPARSE, n_layers=3)
+def test_no_recompute_costs_nothing_and_a_mixture_the_sum_of_its_blocks(sparse):
+    cfg = replace(sparse, n_layers=3)
     mixture = ["attention", "moe", "full"]
     alone = [
         ["none"] * index + [policy] + ["none"] * (2 - index)
@@ -129,8 +91,8 @@ def test_no_recompute_costs_nothing_and_a_mixture_the_sum_of_its_blocks():
     assert min(costs) > 0
 
 
-def test_experts_of_a_dense_layer_cost_nothing():
-    assert recompute_cost(SPARSE, TRAIN, ["moe", "none"]) == 0
+def test_experts_of_a_dense_layer_cost_nothing(sparse):
+    assert recompute_cost(sparse, TRAIN, ["moe", "none"]) == 0
 
 
 @pytest.mark.parametrize("preset", ["small", "v3-671b"])
@@ -143,16 +105,16 @@ def test_policies_that_run_more_again_cost_more(preset):
     assert cost["selective"] < cost["attention"] + cost["moe"] < cost["full"]
 
 
-def test_norms_and_products_of_values_cost_more_where_bytes_are_dear():
+def test_norms_and_products_of_values_cost_more_where_bytes_are_dear(sparse):
     cheap, dear = (
-        recompute_cost(SPARSE, TRAIN, "selective", balance=balance)
+        recompute_cost(sparse, TRAIN, "selective", balance=balance)
         for balance in (FLOPS_ALONE, 1e3)
     )
     assert 0 < cheap < dear
 
 
-def test_a_pipeline_waits_for_its_slowest_stage_alone():
-    cfg = replace(DENSE, n_layers=8)
+def test_a_pipeline_waits_for_its_slowest_stage_alone(dense):
+    cfg = replace(dense, n_layers=8)
     layout = Layout(pp=2)
     train = replace(TRAIN, global_batch=2000)  # the fill of the pipeline is short
     first, last = (
@@ -164,30 +126,30 @@ def test_a_pipeline_waits_for_its_slowest_stage_alone():
     assert last < 1e-3 < 0.1 < first
 
 
-def test_replicas_and_accumulation_change_no_more_than_the_optimizers_share():
-    one = recompute_cost(DENSE, TRAIN, "full", balance=FLOPS_ALONE)
+def test_replicas_and_accumulation_change_no_more_than_the_optimizers_share(dense):
+    one = recompute_cost(dense, TRAIN, "full", balance=FLOPS_ALONE)
     many = replace(TRAIN, global_batch=16)
 
     for layout in (None, Layout(dp=2)):
-        cost = recompute_cost(DENSE, many, "full", layout, balance=FLOPS_ALONE)
+        cost = recompute_cost(dense, many, "full", layout, balance=FLOPS_ALONE)
         assert cost == pytest.approx(one)
-    assert recompute_cost(DENSE, TRAIN, "full") < recompute_cost(DENSE, many, "full")
+    assert recompute_cost(dense, TRAIN, "full") < recompute_cost(dense, many, "full")
 
 
-def test_tensor_parallel_ranks_share_all_products_but_those_of_latents():
+def test_tensor_parallel_ranks_share_all_products_but_those_of_latents(dense):
     def flops(tp):
-        cfg = replace(DENSE, n_layers=1)
+        cfg = replace(dense, n_layers=1)
         times = step_times(cfg, TRAIN, Layout(tp=tp), balance=FLOPS_ALONE)
         return times.blocks[0].plain
 
-    latents = MLA.q_lora_rank + MLA.cache_width
-    whole = 6 * 32 * DENSE.dim * latents
+    latents = dense.attention.q_lora_rank + dense.attention.cache_width
+    whole = 6 * 32 * dense.dim * latents
     assert flops(2) - whole == pytest.approx((flops(1) - whole) / 2)
 
 
-def test_a_stage_that_lies_on_two_ranks_feeds_half_of_the_micro_batches_to_each():
+def test_a_stage_that_lies_on_two_ranks_feeds_half_of_the_micro_batches_to_each(dense):
     layout = Layout(pp=2)
-    times = step_times(DENSE, TRAIN, layout, schedule="dualpipe", balance=1.0)
+    times = step_times(dense, TRAIN, layout, schedule="dualpipe", balance=1.0)
 
     assert [stage.share for stage in times.stages] == [0.5, 0.5]
     assert [set(stage.blocks) for stage in times.stages] == [{0, 1}, {0, 1}]
@@ -201,33 +163,33 @@ def test_a_devices_balance_is_its_data_sheets_rate_over_its_bandwidth():
     assert device_balance("cpu", torch.float32) == CPU_BALANCE[torch.float32]
 
 
-def test_arguments_of_predict_that_decide_no_time_change_nothing():
-    plain = recompute_cost(SPARSE, TRAIN, "full", states=STATES["deepseek-v3"])
+def test_arguments_of_predict_that_decide_no_time_change_nothing(sparse):
+    plain = recompute_cost(sparse, TRAIN, "full", states=STATES["deepseek-v3"])
 
     assert plain == recompute_cost(
-        SPARSE, TRAIN, "full", states=STATES["deepseek-v3"], cached="fp8"
+        sparse, TRAIN, "full", states=STATES["deepseek-v3"], cached="fp8"
     )
     busy = recompute_cost(
-        SPARSE, TRAIN, "full", states=STATES["deepseek-v3"], imbalance=3.0
+        sparse, TRAIN, "full", states=STATES["deepseek-v3"], imbalance=3.0
     )
     assert busy != plain
 
 
-def test_every_block_policy_has_a_price():
-    times = step_times(CONFIGS["multi-token"], TRAIN)
+def test_every_block_policy_has_a_price(small_models):
+    times = step_times(small_models["multi-token"], TRAIN)
 
     assert all(block.again.keys() == {*BLOCK_POLICIES} for block in times.blocks)
 
 
-def test_a_balance_must_be_above_zero():
+def test_a_balance_must_be_above_zero(dense):
     with pytest.raises(ValueError) as error:
-        recompute_cost(DENSE, TRAIN, "full", balance=0.0)
+        recompute_cost(dense, TRAIN, "full", balance=0.0)
 
     assert str(error.value) == (
         "balance must be above 0 and finite; got 0.0. Set balance to a number above 0."
     )
 
 
-def test_a_misspelt_argument_is_refused():
+def test_a_misspelt_argument_is_refused(dense):
     with pytest.raises(TypeError, match="predict.. has no keyword argument 'states_'"):
-        recompute_cost(DENSE, TRAIN, "full", states_=None)
+        recompute_cost(dense, TRAIN, "full", states_=None)

@@ -1,14 +1,12 @@
 """Every policy gives the same gradients to the bit, and can be taken back."""
 
 import copy
-from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from labkit.config import GQAConfig, MLAConfig, ModelConfig, MoEConfig, MTPConfig
 from labkit.memory.recompute import (
     RECOMPUTE_POLICIES,
     apply_recompute,
@@ -18,39 +16,6 @@ from labkit.model import LatentCache, Transformer, generate, load_hf, save_hf
 
 BATCH, SEQ = 2, 16
 
-MLA = MLAConfig(
-    n_heads=2,
-    q_lora_rank=12,
-    kv_lora_rank=8,
-    qk_nope_head_dim=8,
-    qk_rope_head_dim=4,
-    v_head_dim=8,
-)
-DENSE = ModelConfig(
-    vocab_size=32,
-    dim=16,
-    n_layers=2,
-    inter_dim=24,
-    attention=MLA,
-    max_seq_len=64,
-    init_std=0.1,
-)
-MOE = MoEConfig(
-    n_routed_experts=4,
-    n_activated_experts=2,
-    moe_inter_dim=8,
-    balance_loss_weight=1e-2,
-)
-SPARSE = replace(DENSE, moe=MOE, n_dense_layers=1)
-CONFIGS = {
-    "dense": DENSE,
-    "no query rank": replace(DENSE, attention=replace(MLA, q_lora_rank=None)),
-    "sparse": SPARSE,
-    "multi-token": replace(SPARSE, mtp=MTPConfig(depth=2)),
-    "grouped-query": replace(
-        SPARSE, attention=GQAConfig(n_heads=4, n_kv_heads=2, head_dim=8)
-    ),
-}
 SAVING = [name for name in RECOMPUTE_POLICIES if name != "none"]
 PRECISIONS = {"FP32": torch.float32, "BF16": torch.bfloat16}
 
@@ -89,9 +54,8 @@ def are_equal(found, expected):
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("name", CONFIGS)
-def test_losses_loads_and_gradients_are_the_same_to_the_bit(name, precision):
-    cfg, dtype = CONFIGS[name], PRECISIONS[precision]
+def test_losses_loads_and_gradients_are_the_same_to_the_bit(small_model, precision):
+    cfg, dtype = small_model, PRECISIONS[precision]
     expected = losses_and_gradients(build(cfg), dtype=dtype)
     for policy in SAVING:
         if policy == "moe" and cfg.moe is None:
@@ -101,9 +65,9 @@ def test_losses_loads_and_gradients_are_the_same_to_the_bit(name, precision):
 
 
 @pytest.mark.parametrize("policy", SAVING)
-def test_a_single_sequence_gives_the_same_gradients(policy):
+def test_a_single_sequence_gives_the_same_gradients(policy, small_models):
     # Its heads lie side by side already, so that nothing copies values.
-    cfg = CONFIGS["multi-token"]
+    cfg = small_models["multi-token"]
     tokens, targets = batch(1)
     gradients = []
     for name in ("none", policy):
@@ -115,9 +79,9 @@ def test_a_single_sequence_gives_the_same_gradients(policy):
 
 
 @settings(max_examples=8)
-@given(name=st.sampled_from([*CONFIGS]), data=st.data())
-def test_any_mixture_of_policies_gives_the_same_gradients(name, data):
-    cfg = CONFIGS[name]
+@given(data=st.data())
+def test_any_mixture_of_policies_gives_the_same_gradients(small_models, data):
+    cfg = small_models[data.draw(st.sampled_from([*small_models]))]
     policies = ["none", "full", "selective", "attention"]
     policies += [] if cfg.moe is None else ["moe"]
     n_blocks = cfg.n_layers + cfg.n_mtp
@@ -131,8 +95,8 @@ def test_any_mixture_of_policies_gives_the_same_gradients(name, data):
 
 
 @pytest.mark.parametrize("policy", SAVING)
-def test_names_weights_and_modules_modes_stay(policy):
-    plain, model = (build(CONFIGS["multi-token"]) for _ in range(2))
+def test_names_weights_and_modules_modes_stay(policy, small_models):
+    plain, model = (build(small_models["multi-token"]) for _ in range(2))
     model.layers[0].eval()
     apply_recompute(model, policy)
 
@@ -146,8 +110,8 @@ def test_names_weights_and_modules_modes_stay(policy):
 
 
 @pytest.mark.parametrize("policy", SAVING)
-def test_the_next_policy_takes_the_place_of_the_last(policy):
-    cfg = CONFIGS["multi-token"]
+def test_the_next_policy_takes_the_place_of_the_last(policy, small_models):
+    cfg = small_models["multi-token"]
     model = build(cfg, policy)
     plain = [type(module) for module in build(cfg).modules()]
     for other in RECOMPUTE_POLICIES:
@@ -160,21 +124,24 @@ def test_the_next_policy_takes_the_place_of_the_last(policy):
 
 
 @pytest.mark.parametrize("policy", SAVING)
-def test_a_copy_is_under_the_same_policy_and_has_weights_of_its_own(policy):
-    model = build(CONFIGS["multi-token"], policy)
+def test_a_copy_is_under_the_same_policy_and_has_weights_of_its_own(
+    policy, small_models
+):
+    cfg = small_models["multi-token"]
+    model = build(cfg, policy)
     twin = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-    expected = losses_and_gradients(build(CONFIGS["multi-token"]))
+    expected = losses_and_gradients(build(cfg))
 
     assert are_equal(losses_and_gradients(twin), expected)
     assert type(twin.layers[0]) is type(model.layers[0])
 
 
 @pytest.mark.parametrize("policy", SAVING)
-def test_passes_without_gradients_and_with_a_cache_are_as_before(policy):
-    cfg = CONFIGS["multi-token"]
+def test_passes_without_gradients_and_with_a_cache_are_as_before(policy, small_models):
+    cfg = small_models["multi-token"]
     tokens, _ = batch()
     logits = []
     for name in ("none", policy):
@@ -189,8 +156,10 @@ def test_passes_without_gradients_and_with_a_cache_are_as_before(policy):
 
 
 @pytest.mark.parametrize("policy", SAVING)
-def test_the_same_text_is_generated_with_drafts_of_the_mtp_modules(policy):
-    cfg = CONFIGS["multi-token"]
+def test_the_same_text_is_generated_with_drafts_of_the_mtp_modules(
+    policy, small_models
+):
+    cfg = small_models["multi-token"]
     tokens, _ = batch()
     texts = [
         generate(build(cfg, name), tokens, 4, speculative=True).tokens
@@ -199,12 +168,12 @@ def test_the_same_text_is_generated_with_drafts_of_the_mtp_modules(policy):
     assert are_equal(*texts)
 
 
-def test_a_cache_is_written_once_although_gradients_are_on():
+def test_a_cache_is_written_once_although_gradients_are_on(dense):
     # Frozen keys, so that the cache takes them; the head still learns.
     gradients = []
     for policy in ("none", "full", "attention", "selective"):
-        model = build(DENSE, policy)
-        cache = LatentCache(DENSE, BATCH, SEQ, dtype=torch.float32)
+        model = build(dense, policy)
+        cache = LatentCache(dense, BATCH, SEQ, dtype=torch.float32)
         model.requires_grad_(False)
         model.layers[-1].ffn.requires_grad_(True)
         loss = model(batch()[0], cache).sum()
@@ -217,21 +186,22 @@ def test_a_cache_is_written_once_although_gradients_are_on():
 
 
 @pytest.mark.parametrize("policy", SAVING)
-def test_a_saved_model_is_read_as_a_plain_one(policy, tmp_path):
-    model = build(CONFIGS["multi-token"], policy)
+def test_a_saved_model_is_read_as_a_plain_one(policy, small_models, tmp_path):
+    cfg = small_models["multi-token"]
+    model = build(cfg, policy)
     save_hf(model, tmp_path)
     read = load_hf(tmp_path)
 
-    assert type(read.layers[0]) is type(build(DENSE).layers[0])
+    assert type(read.layers[0]) is type(build(cfg).layers[0])
     assert are_equal(read.state_dict().values(), model.state_dict().values())
     assert are_equal(
         losses_and_gradients(apply_recompute(read, policy)), losses_and_gradients(model)
     )
 
 
-def test_hooks_see_a_module_that_runs_again_twice():
+def test_hooks_see_a_module_that_runs_again_twice(dense):
     calls = []
-    model = build(DENSE, "full")
+    model = build(dense, "full")
     model.layers[0].attn.register_forward_hook(lambda *_: calls.append("attn"))
     loss = model.loss(*batch()).total
     assert calls == ["attn"]
@@ -264,9 +234,9 @@ def test_every_first_of_k_blocks_runs_again():
     ],
 )
 def test_what_cannot_be_is_refused_and_the_model_is_as_before(
-    policy, k, message, unchecked
+    policy, k, message, dense, unchecked
 ):
-    model = build(DENSE, "attention")
+    model = build(dense, "attention")
     before = [*map(type, model.modules())]
     with pytest.raises(ValueError, match=message):
         apply_recompute(model, policy, k=k)
@@ -274,14 +244,14 @@ def test_what_cannot_be_is_refused_and_the_model_is_as_before(
     assert [*map(type, model.modules())] == before
 
 
-def test_a_block_of_another_transform_is_refused_and_nothing_is_changed():
-    model = build(DENSE, "selective")
+def test_a_block_of_another_transform_is_refused_and_nothing_is_changed(dense):
+    model = build(dense, "selective")
     before = [*map(type, model.layers[0].modules())]
     model.layers[1].attn.__class__ = type("OtherMLA", (type(model.layers[1].attn),), {})
     for policy in ("none", "attention"):
         with pytest.raises(ValueError, match="must come before other transforms, .*"):
             apply_recompute(model, policy)
-    plain = build(DENSE)
+    plain = build(dense)
     plain.layers[1].__class__ = type("OtherBlock", (type(plain.layers[1]),), {})
     with pytest.raises(ValueError, match=r"layers\.1 is a OtherBlock\. Call apply_rec"):
         apply_recompute(plain, "full")

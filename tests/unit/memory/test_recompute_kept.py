@@ -1,21 +1,12 @@
 """What is predicted to stay under each policy, against what autograd keeps."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.autograd.graph import saved_tensors_hooks
 
-from labkit.config import (
-    PRESETS,
-    GQAConfig,
-    MLAConfig,
-    ModelConfig,
-    MoEConfig,
-    MTPConfig,
-)
+from labkit.config import PRESETS
 from labkit.memory.activations import bytes_by_module, model_tape
 from labkit.memory.playback import kept_by_part
 from labkit.memory.recompute import RECOMPUTE_POLICIES, apply_recompute
@@ -24,34 +15,6 @@ from labkit.memory.tape import Pass
 from labkit.model import Transformer
 
 FP32, BF16 = torch.float32, torch.bfloat16
-
-MLA = MLAConfig(
-    n_heads=2,
-    q_lora_rank=12,
-    kv_lora_rank=8,
-    qk_nope_head_dim=8,
-    qk_rope_head_dim=4,
-    v_head_dim=8,
-)
-SPARSE = ModelConfig(
-    vocab_size=32,
-    dim=16,
-    n_layers=2,
-    inter_dim=24,
-    attention=MLA,
-    moe=MoEConfig(n_routed_experts=4, n_activated_experts=2, moe_inter_dim=8),
-    max_seq_len=32,
-    init_std=0.1,
-)
-CONFIGS = {
-    "dense": replace(SPARSE, moe=None, n_dense_layers=0),
-    "sparse": replace(SPARSE, moe=replace(SPARSE.moe, balance_loss_weight=1e-2)),
-    "no query rank": replace(SPARSE, attention=replace(MLA, q_lora_rank=None)),
-    "multi-token": replace(SPARSE, mtp=MTPConfig(depth=2)),
-    "grouped-query": replace(
-        SPARSE, attention=GQAConfig(n_heads=4, n_kv_heads=2, head_dim=8)
-    ),
-}
 
 
 def kept_and_load(cfg, step, policy, *, k=4):
@@ -81,9 +44,8 @@ def predicted(cfg, step, policy, **options):
 
 
 @pytest.mark.parametrize("compute", [FP32, BF16])
-@pytest.mark.parametrize("name", CONFIGS)
-def test_every_policy_keeps_what_is_predicted_to_the_byte(name, compute):
-    cfg, step = CONFIGS[name], Pass(batch=2, seq_len=8, compute=compute)
+def test_every_policy_keeps_what_is_predicted_to_the_byte(small_model, compute):
+    cfg, step = small_model, Pass(batch=2, seq_len=8, compute=compute)
     for policy in RECOMPUTE_POLICIES:
         if policy == "moe" and cfg.moe is None:
             continue
@@ -94,7 +56,6 @@ def test_every_policy_keeps_what_is_predicted_to_the_byte(name, compute):
 
 @settings(max_examples=10)
 @given(
-    name=st.sampled_from([*CONFIGS]),
     step=st.builds(
         Pass,
         batch=st.integers(1, 3),
@@ -103,8 +64,8 @@ def test_every_policy_keeps_what_is_predicted_to_the_byte(name, compute):
     ),
     data=st.data(),
 )
-def test_any_mixture_keeps_what_is_predicted_to_the_byte(name, step, data):
-    cfg = CONFIGS[name]
+def test_any_mixture_keeps_what_is_predicted_to_the_byte(small_models, step, data):
+    cfg = small_models[data.draw(st.sampled_from([*small_models]))]
     policies = ["none", "full", "selective", "attention"]
     policies += [] if cfg.moe is None else ["moe"]
     n_blocks = cfg.n_layers + cfg.n_mtp
@@ -117,9 +78,9 @@ def test_any_mixture_keeps_what_is_predicted_to_the_byte(name, step, data):
 
 
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
-def test_none_leaves_the_plain_tape(device):
+def test_none_leaves_the_plain_tape(device, small_models):
     step = Pass(batch=2, seq_len=8, compute=BF16, device=device)
-    cfg = CONFIGS["multi-token"]
+    cfg = small_models["multi-token"]
 
     assert bytes_by_module(kept_tape(cfg, step, "none")) == bytes_by_module(
         model_tape(cfg, step)
@@ -154,9 +115,9 @@ def test_deepseek_v3_keeps_by_its_own_policy_what_can_be_counted_by_hand():
     assert selective < layer_bytes_per_token("moe") < layer_bytes_per_token("none")
 
 
-def test_a_gpu_norm_that_runs_again_keeps_its_input_and_not_the_copy():
+def test_a_gpu_norm_that_runs_again_keeps_its_input_and_not_the_copy(small_models):
     step = Pass(batch=1, seq_len=8, compute=BF16, device="gpu")
-    cfg = CONFIGS["sparse"]
+    cfg = small_models["sparse"]
     plain, saving = (
         {
             (op.module, kept.what): kept.n_bytes

@@ -1,47 +1,44 @@
 """A run under a policy is the same run: steps, router biases, checkpoints."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
-from labkit.config import MLAConfig, ModelConfig, MoEConfig, MTPConfig, TrainConfig
+from labkit.config import MTPConfig, TrainConfig
 from labkit.memory.recompute import RECOMPUTE_POLICIES, apply_recompute
 from labkit.model import Transformer
 from labkit.training import Corpus, Trainer
 
-CFG = ModelConfig(
-    vocab_size=256,
-    dim=16,
-    n_layers=2,
-    inter_dim=24,
-    attention=MLAConfig(
-        n_heads=2,
-        kv_lora_rank=8,
-        qk_nope_head_dim=8,
-        qk_rope_head_dim=4,
-        v_head_dim=8,
-    ),
-    moe=MoEConfig(n_routed_experts=4, n_activated_experts=2, moe_inter_dim=8),
-    mtp=MTPConfig(),
-    max_seq_len=16,
-    init_std=0.05,
-)
 TEXT = np.frombuffer(b"the quick brown fox jumps over the lazy dog; " * 12, np.uint8)
 CORPUS = Corpus("a sentence", TEXT[:400], TEXT[400:], fingerprint="sentence")
 
 
-def trainer(policy, *, precision="fp32"):
-    model = Transformer(CFG, generator=torch.Generator().manual_seed(0))
-    recipe = TrainConfig(
-        n_steps=8,
-        global_batch=4,
-        micro_batch=2,
-        seq_len=16,
-        lr=1e-2,
-        warmup_steps=1,
-        precision=precision,
-    )
-    return Trainer(apply_recompute(model, policy), recipe, CORPUS)
+@pytest.fixture(scope="module")
+def cfg(small_models):
+    """Return a model that reads bytes."""
+    return replace(small_models["no query rank"], vocab_size=256, mtp=MTPConfig())
+
+
+@pytest.fixture
+def trainer(cfg):
+    """Return a function that makes the trainer of a model under a policy."""
+
+    def build(policy, *, precision="fp32"):
+        model = Transformer(cfg, generator=torch.Generator().manual_seed(0))
+        recipe = TrainConfig(
+            n_steps=8,
+            global_batch=4,
+            micro_batch=2,
+            seq_len=16,
+            lr=1e-2,
+            warmup_steps=1,
+            precision=precision,
+        )
+        return Trainer(apply_recompute(model, policy), recipe, CORPUS)
+
+    return build
 
 
 def state(trainer):
@@ -53,7 +50,9 @@ def are_equal(found, expected):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_steps_of_small_batches_end_in_the_same_weights_and_router_biases(precision):
+def test_steps_of_small_batches_end_in_the_same_weights_and_router_biases(
+    precision, trainer
+):
     plain = trainer("none", precision=precision)
     plain.run(2, progress=False)
     biases = [router.bias for router in plain.model.routers()]
@@ -67,7 +66,7 @@ def test_steps_of_small_batches_end_in_the_same_weights_and_router_biases(precis
         assert saving.load.sum(dim=1).tolist() == [4 * 16 * 2, 4 * 15 * 2]
 
 
-def test_a_resumed_run_goes_on_under_any_policy_as_if_it_had_none(tmp_path):
+def test_a_resumed_run_goes_on_under_any_policy_as_if_it_had_none(trainer, tmp_path):
     plain = trainer("none")
     plain.run(3, progress=False)
     first = trainer("selective")
@@ -81,7 +80,7 @@ def test_a_resumed_run_goes_on_under_any_policy_as_if_it_had_none(tmp_path):
         assert are_equal(state(second), state(plain)), policy
 
 
-def test_a_policy_may_change_between_steps():
+def test_a_policy_may_change_between_steps(trainer):
     plain, changing = trainer("none"), trainer("none")
     plain.run(len(RECOMPUTE_POLICIES), progress=False)
     for policy in RECOMPUTE_POLICIES:

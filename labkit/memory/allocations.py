@@ -29,8 +29,8 @@ class AllocationCount(TorchDispatchMode):
     """Records every storage that an operator returns while this is active.
 
     Views and writes in place return storages that were there before, and do not
-    count; nor do tensors of values given in Python. What a kernel uses inside itself
-    is not seen.
+    count; nor do tensors of values given in Python, unless a subclass says so. What a
+    kernel uses inside itself is not seen.
 
     >>> with AllocationCount() as count:
     ...     rows = torch.zeros(4, 2)
@@ -39,6 +39,10 @@ class AllocationCount(TorchDispatchMode):
     >>> count.n_allocations, count.total_bytes, count.live_bytes, count.peak_bytes
     (2, 96, 64, 96)
     """
+
+    counts_given = False
+    """Whether tensors of values given in Python count too: `torch.tensor` makes their
+    storages unseen, before it calls its only operator."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,6 +84,8 @@ class AllocationCount(TorchDispatchMode):
             storage = tensor.untyped_storage()
             if _address(storage) not in before and _address(storage) not in self._known:
                 self._note(storage)
+        if self.counts_given and func is torch.ops.aten.lift_fresh.default:
+            self.adopt(inputs[0])
         self._after(func, inputs, outputs, n_before)
         return out
 

@@ -35,6 +35,8 @@ class Birth(NamedTuple):
 class BirthCount(AllocationCount):
     """Counts storages, and keeps the births of those that live."""
 
+    counts_given = True
+
     def __init__(self) -> None:
         super().__init__()
         self.n_steps = 0
@@ -58,8 +60,6 @@ class BirthCount(AllocationCount):
         outputs: Sequence[Shaped[Tensor, "..."]],
         n_before: int,
     ) -> None:
-        if func is torch.ops.aten.lift_fresh.default:
-            self.adopt(inputs[0])  # of `torch.tensor`, which made it unseen
         if self.n_allocations > n_before:
             for tensor in outputs:
                 number = self.number_of(tensor) or 0

@@ -96,6 +96,8 @@ class _Phase(NamedTuple):
 class StepWatch(AllocationCount):
     """Counts the storages of a step, and notes what each of them is for."""
 
+    counts_given = True
+
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.names = {id(part): name for name, part in model.named_modules()}
@@ -215,8 +217,6 @@ class StepWatch(AllocationCount):
         outputs: Sequence[Shaped[Tensor, "..."]],
         n_before: int,
     ) -> None:
-        if func is torch.ops.aten.lift_fresh.default:
-            self.adopt(inputs[0])  # of `torch.tensor`, which made it unseen
         if func.namespace in _COLLECTIVES:
             for tensor in (*inputs, *outputs):
                 self.passing[self.number_of(tensor) or 0] = "communication"

@@ -8,6 +8,8 @@ import torch
 from torch import nn
 
 from labkit.memory import AllocationCount, Event
+from labkit.memory.births import BirthCount
+from labkit.memory.measure import StepWatch
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -48,6 +50,23 @@ def test_what_was_there_before_does_not_count_when_it_ends():
         del rows, view
 
     assert (count.events, count.live_bytes) == ([], 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "n_bytes"),
+    [
+        (AllocationCount, 0),
+        (BirthCount, 8),
+        (lambda: StepWatch(nn.Module()), 8),
+    ],
+)
+def test_values_given_in_python_count_where_each_storage_is_to_be_known(kind, n_bytes):
+    with kind() as count:
+        given = torch.tensor([1.0, 2.0])
+
+    assert count.live_bytes == n_bytes
+    del given
+    assert count.live_bytes == 0
 
 
 def test_after_a_backward_pass_the_gradients_are_all_that_is_left():

@@ -102,7 +102,7 @@ class Fp8MLP(MLP):
     """A SwiGLU network that multiplies in FP8, and keeps no SwiGLU product.
 
     What SwiGLU reads is kept in FP8, and the backward pass computes its product from
-    that (section 3.3.3): the last gradient carries the error of both.
+    that (section 3.3.3), which costs all gradients about a decibel.
     """
 
     plain: type[nn.Module]
@@ -191,7 +191,7 @@ def wgrad(
     grad: Float[Tensor, "n o"], x: Float[Tensor, "n i"], recipe: Fp8Recipe
 ) -> Float[Tensor, "o i"]:
     """Return the gradient of a layer's weight, in FP32; tiles lie along the tokens."""
-    along_tokens = (quantize(y.T, recipe.rows) for y in (grad, x))
+    along_tokens = (quantize(y.T.contiguous(), recipe.rows) for y in (grad, x))
     return _product(*along_tokens, recipe, torch.float32)
 
 

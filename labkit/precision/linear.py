@@ -26,6 +26,7 @@ from labkit.config.checks import require_choice
 from labkit.model.linear import Linear
 from labkit.model.mlp import MLP
 from labkit.model.norm import compute_dtype
+from labkit.precision.formats import FORMATS
 from labkit.precision.products import (
     BACKENDS,
     ROW,
@@ -35,7 +36,7 @@ from labkit.precision.products import (
     fp8_mm,
     transposed,
 )
-from labkit.precision.quantize import QTensor, QuantSpec, quantize
+from labkit.precision.quantize import SCALES, QTensor, QuantSpec, quantize
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,14 +49,16 @@ class Fp8Recipe:
 
     kept: str = "e4m3"
     """Format of the input kept for the backward pass. DeepSeek-V3 takes "e5m6" for
-    the attention's output projection."""
+    the attention's output projection. "bf16" keeps a BF16 input itself: without cost
+    where another reader keeps it, or recomputation discards it."""
 
     backend: str = "auto"
     """One of `BACKENDS`, or "auto": that of `choose_backend` on the weight's device."""
 
     def __post_init__(self) -> None:
+        require_choice({"scale": self.scale}, SCALES)
+        require_choice({"kept": self.kept}, tuple(FORMATS))
         require_choice({"backend": self.backend}, ("auto", *BACKENDS))
-        _ = self.kept_rows  # checks scale and kept
 
     @property
     def rows(self) -> QuantSpec:
@@ -110,7 +113,7 @@ class Fp8MLP(MLP):
 
     def forward(self, x: Float[Tensor, "*b d"]) -> Float[Tensor, "*b d"]:
         gate, up = self.w1(x), self.w3(x)
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or not isinstance(self.w2, Fp8Linear):
             return self.w2(F.silu(gate) * up)
         return _Fp8SwiGLU.apply(gate, up, self.w2.weight, self.w2.recipe)
 
@@ -202,12 +205,12 @@ def _product(
 
 
 class _Carried(NamedTuple):
-    """What a reader of a tensor leaves with it for the others."""
+    """What readers of a tensor leave with it for the others."""
 
     version: int
     """Of the tensor's values: counted up when they are written to."""
 
-    q: QTensor
+    by_spec: dict[QuantSpec, QTensor]
 
 
 def shared_rows(x: Float[Tensor, "*b c"], spec: QuantSpec) -> QTensor:
@@ -220,10 +223,11 @@ def shared_rows(x: Float[Tensor, "*b c"], spec: QuantSpec) -> QTensor:
     if x.is_inference():  # and so has no version
         return quantize(_rows(x), spec)
     carried = getattr(x, "fp8_rows", None)
-    if carried is None or carried.version != x._version or carried.q.spec != spec:
-        q = quantize(_rows(x.detach()), spec)
-        carried = x.fp8_rows = _Carried(x._version, q)
-    return carried.q
+    if carried is None or carried.version != x._version:
+        carried = x.fp8_rows = _Carried(x._version, {})
+    if spec not in carried.by_spec:
+        carried.by_spec[spec] = quantize(_rows(x.detach()), spec)
+    return carried.by_spec[spec]
 
 
 def _rows(x: Float[Tensor, "*b c"]) -> Float[Tensor, "n c"]:

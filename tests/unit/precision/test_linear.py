@@ -154,11 +154,24 @@ def test_the_format_of_the_kept_input_is_the_recipe_s():
     assert not torch.equal(dw, wanted[2])
 
 
+def test_an_input_kept_in_bf16_is_the_input_itself():
+    linear, x = layer(256, 128, Fp8Recipe(kept="bf16")), drawn(64, 256).bfloat16()
+    kept = []
+    with saved_tensors_hooks(kept.append, lambda tensor: tensor):
+        linear(x)
+    assert x.data_ptr() in [tensor.data_ptr() for tensor in kept]
+    assert not any(tensor.dtype == torch.float8_e4m3fn for tensor in kept)
+    dy = drawn(64, 128, seed=2).bfloat16()
+    dw = gradients(linear, x, linear.weight)[2]
+    assert torch.equal(dw, wgrad(dy, x, Fp8Recipe()))
+
+
 def test_an_input_that_was_written_to_is_quantized_anew():
     x = drawn(4, 128)
     before = shared_rows(x, ROWS)
     assert shared_rows(x, ROWS) is before
     assert shared_rows(x, QuantSpec(scale="fp32")) is not before
+    assert shared_rows(x, ROWS) is before
     x.mul_(2)
     assert torch.equal(shared_rows(x, ROWS).dequantize(), 2 * before.dequantize())
 
@@ -211,6 +224,16 @@ def test_keeping_what_swiglu_reads_costs_its_gradients_a_decibel():
     assert kept.pop(0) == whole.pop(0)
     for low, high in zip(kept, whole, strict=True):
         assert 22 < low < high < low + 1.5
+
+
+@pytest.mark.parametrize("name", ["w1", "w2", "w3"])
+def test_a_layer_of_an_mlp_can_be_taken_back_alone(name):
+    mlp, x = mlp_of(256, 128), drawn(32, 256)
+    to_fp8(mlp)
+    to_high(getattr(mlp, name))
+    parts = nn.functional.silu(mlp.w1(x)) * mlp.w3(x)
+    assert torch.equal(mlp(x), mlp.w2(parts))
+    assert type(getattr(mlp, name)) is Linear
 
 
 def in_fp8(module: nn.Module) -> nn.Module:
@@ -318,8 +341,13 @@ def test_other_modules_are_refused():
         ),
         (
             {"kept": "fp16"},
-            "format must be one of 'e4m3', 'e5m2', 'e5m6', 'bf16'; got 'fp16'. Set "
-            "format='e4m3' or another of these.",
+            "kept must be one of 'e4m3', 'e5m2', 'e5m6', 'bf16'; got 'fp16'. Set "
+            "kept='e4m3' or another of these.",
+        ),
+        (
+            {"scale": "int8"},
+            "scale must be one of 'po2', 'fp32'; got 'int8'. Set scale='po2' or "
+            "another of these.",
         ),
     ],
 )

@@ -107,7 +107,7 @@ def model_tape(cfg: ModelConfig, step: Pass, *, load: Load | None = None) -> lis
     ops = [embedding(cfg, step)]
     ops += _within("layers.0", [rotations(cfg.attention, step)])
     for index in range(cfg.n_layers):
-        is_dense = cfg.moe is None or index < cfg.n_dense_layers
+        is_dense = index < cfg.n_layers - cfg.n_moe_layers
         layer = block_tape(
             cfg,
             step,

@@ -1,9 +1,10 @@
 """What a training step will need, by arithmetic: bytes by part, instant by instant.
 
 On a CPU, one rank alone is compared with steps of a real Trainer, as `measure` counts
-them. What is said of GPUs and of several ranks has been compared with no run. Not
-counted are what kernels use inside themselves, and what allocators add by rounding and
-fragments.
+them. What is said of GPUs and of several ranks is compared with what others report of
+theirs (`labkit.memory.comparison`), and with no run here. Not counted are what kernels
+use inside themselves, and what allocators, libraries and the process need beside, of
+which `labkit.memory.overheads` knows ranges.
 """
 
 from collections.abc import Sequence

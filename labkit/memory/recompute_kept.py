@@ -10,8 +10,6 @@ from functools import cache
 from typing import NamedTuple
 
 from labkit.config import MLAConfig, ModelConfig
-from labkit.memory.activations import Load, model_tape
-from labkit.memory.recompute import block_policies
 from labkit.memory.tape import EXACT_BYTES, Op, Pass
 
 COPY = "input in FP32"
@@ -71,29 +69,6 @@ def place_in_block(module: str) -> Place | None:
     """
     match = IN_BLOCK.fullmatch(module)
     return Place(match[1], int(match[2]), match[3]) if match else None
-
-
-def kept_tape(
-    cfg: ModelConfig,
-    step: Pass,
-    policy: str | Sequence[str],
-    *,
-    k: int = 4,
-    load: Load | None = None,
-) -> list[Op]:
-    """Return what operators keep from forward to backward, and nothing else of them.
-
-    What they need to run again is alive in the backward only, and not on this tape.
-
-    Args:
-        cfg: the model.
-        step: the pass.
-        policy: as for `apply_recompute`.
-        k: as for `apply_recompute`.
-        load: tokens of each expert, as for `model_tape`.
-    """
-    policies = block_policies(policy, cfg.n_layers + cfg.n_mtp, k=k)
-    return kept_ops(model_tape(cfg, step, load=load), cfg, step, policies)
 
 
 def kept_ops(

@@ -21,10 +21,10 @@ from labkit.memory.published import (
 from labkit.memory.reported_runs import SEQ_LEN, V3, Figures, megatron_moe, moonlight
 from labkit.memory.shards import Shards, shard_params
 from labkit.memory.stages import Chunk, Stage, in_flight, stage_layers
+from labkit.memory.tape import BF16_BYTES, EXACT_BYTES
 from labkit.memory.weights import Weight, layer_weights
 
 GIB = 2**30
-BF16_BYTES, FP32_BYTES = 2, 4
 
 V3_MAIN = replace(V3, mtp=None)
 
@@ -235,6 +235,6 @@ def _megatron_7b() -> Figures:
     layer = gpt_bytes(n_tokens * cfg.dim, 0, tp=layout.tp)
     heads = cfg.attention.n_heads - cfg.attention.n_kv_heads
     layer -= 2 * BF16_BYTES * n_tokens * heads * cfg.attention.head_dim / layout.tp
-    logits = FP32_BYTES * n_tokens * cfg.vocab_size / layout.tp
+    logits = EXACT_BYTES * n_tokens * cfg.vocab_size / layout.tp
     yield "steady", steady
     yield "peak", steady + cfg.n_layers * layer + logits

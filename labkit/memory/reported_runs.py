@@ -25,8 +25,8 @@ from labkit.memory.predict import predict, rank_pass
 from labkit.memory.published import routed_rows
 from labkit.memory.ranks import rank_tape
 from labkit.memory.stages import in_flight, stage_layers
+from labkit.memory.tape import BF16_BYTES
 
-BF16_BYTES = 2
 SEQ_LEN = 4096
 
 Figures = Iterator[tuple[str, float]]

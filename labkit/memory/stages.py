@@ -74,7 +74,7 @@ class Stage:
 
         MTP modules read the embedding, so a rank that has them has it too.
         """
-        n_first_dense = cfg.n_dense_layers if cfg.moe is not None else cfg.n_layers
+        n_first_dense = cfg.n_layers - cfg.n_moe_layers
         n_layers = sum(len(chunk.layers) for chunk in self.chunks)
         n_dense = sum(_overlap(chunk.layers, n_first_dense) for chunk in self.chunks)
         has_head = any(chunk.is_last for chunk in self.chunks)

@@ -13,9 +13,6 @@ from typing import Literal, NamedTuple
 
 from labkit.config import MLAConfig, ModelConfig
 
-BUCKETS = ("split", "replicated", "expert")
-"""The ways in which ranks share weights."""
-
 
 class Weight(NamedTuple):
     """A weight of the model, and how ranks share it."""

@@ -9,8 +9,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from labkit.config import PRESETS
 from labkit.memory.activations import bytes_by_module, model_tape
 from labkit.memory.playback import kept_by_part
-from labkit.memory.recompute import RECOMPUTE_POLICIES, apply_recompute
-from labkit.memory.recompute_kept import kept_tape
+from labkit.memory.recompute import (
+    RECOMPUTE_POLICIES,
+    apply_recompute,
+    block_policies,
+)
+from labkit.memory.recompute_kept import kept_ops
 from labkit.memory.tape import Pass
 from labkit.model import Transformer
 
@@ -37,6 +41,12 @@ def kept_and_load(cfg, step, policy, *, k=4):
         loss = model.loss(tokens, targets, n_tokens=99, n_sequences=9)
     kept = [storage.nbytes() for storage in storages.values() if storage is not None]
     return sum(kept), loss.load.tolist()
+
+
+def kept_tape(cfg, step, policy, *, k=4, load=None):
+    """Return what operators of the model keep, and nothing else of them."""
+    policies = block_policies(policy, cfg.n_layers + cfg.n_mtp, k=k)
+    return kept_ops(model_tape(cfg, step, load=load), cfg, step, policies)
 
 
 def predicted(cfg, step, policy, **options):

@@ -51,10 +51,8 @@ class ChunkPrice(NamedTuple):
     parts: list[Price]
     """What comes first, each layer, what follows all layers, and balance losses."""
 
-    @property
-    def casts(self) -> int:
-        """Bytes that autocast holds to the end of the forward."""
-        return sum([part.casts for part in self.parts])
+    casts: int = 0
+    """Bytes that autocast holds to the end of the forward."""
 
 
 class _Half(NamedTuple):
@@ -98,7 +96,7 @@ class ChunkPrices:
 
     def of(self, chunk: Chunk) -> ChunkPrice:
         """Return what a rank keeps of a chunk, for one micro-batch."""
-        n_dense = self.cfg.n_layers if self.cfg.moe is None else self.cfg.n_dense_layers
+        n_dense = self.cfg.n_layers - self.cfg.n_moe_layers
         layers = [(index < n_dense, self.policies[index]) for index in chunk.layers]
         return self._once(self._chunk, tuple(layers), chunk.is_first, chunk.is_last)
 
@@ -121,7 +119,8 @@ class ChunkPrices:
         ]
         if is_last:
             parts.insert(-1, self._once(self._last))
-        return ChunkPrice(chain([part.segment for part in parts]), parts)
+        casts = sum([part.casts for part in parts])
+        return ChunkPrice(chain([part.segment for part in parts]), parts, casts)
 
     def _first(self, is_first: bool, has_layers: bool) -> Price:
         """Price the embedding, and turns of RoPE that the layers share."""
@@ -155,7 +154,9 @@ class ChunkPrices:
         if policy != "none":
             left = [under_policy(policy, op, self.cfg, self.step) for op in ops]
         debt = plain.kept.minus(Parts(**kept_by_part(left)))
-        casts = rebuilt_casts(debt_of(name, ops, left))
+        casts = 0
+        if self.step.is_mixed:
+            casts = rebuilt_casts(debt_of(name, ops, left))
         return _Half(plain, debt, bytes_by_module(left), casts)
 
     def _plain(self, name: str) -> tuple[list[Op], Segment]:
@@ -175,7 +176,8 @@ class ChunkPrices:
         targets = copied_targets(self.step)
         tape = with_debts(ops, left, self.cfg, self.policies) + targets
         by_module = bytes_by_module([*left, *targets])
-        return Price(self._brief(tape), by_module, rebuilt_casts(tape))
+        casts = rebuilt_casts(tape) if self.step.is_mixed else 0
+        return Price(self._brief(tape), by_module, casts)
 
     def _balance(self, n_main: int, n_mtp: int) -> Price:
         ops = self._ranked(balance_tape(self.cfg, self.step, n_main, n_mtp))
@@ -185,15 +187,9 @@ class ChunkPrices:
         return list(rank_tape(ops, self.layout))
 
     def _brief(self, ops: Sequence[Op]) -> Segment:
-        if self.has_buffer:
-            ops = [adding_to_buffer(op) for op in ops]
-        return segment(ops, has_gradients=self.has_gradients and not self.has_buffer)
-
-
-def adding_to_buffer(op: Op) -> Op:
-    """Return the operator where its gradient goes as soon as it is added."""
-    module, kept, gradient, working, *more = op
-    return Op(module, kept, 0, working + gradient, *more)
+        return segment(
+            ops, has_gradients=self.has_gradients, has_buffer=self.has_buffer
+        )
 
 
 def kept_by_module(

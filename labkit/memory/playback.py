@@ -23,7 +23,7 @@ _Parameter = tuple[str, str]
 
 
 def fullest_instant(
-    ops: Sequence[Op], *, has_gradients: bool = False
+    ops: Sequence[Op], *, has_gradients: bool = False, has_buffer: bool = False
 ) -> dict[str, int]:
     """Return the bytes of each part when most live at once in forward and backward.
 
@@ -34,7 +34,10 @@ def fullest_instant(
     Args:
         ops: of the forward pass, in its order.
         has_gradients: whether an earlier micro-batch left gradients to add to.
+        has_buffer: whether each gradient is added to a buffer as soon as it is made,
+            and gone; the buffer is not counted.
     """
+    has_gradients = has_gradients and not has_buffer
     live = kept_by_part(ops)
     live["gradients"] = gradient_bytes(ops) if has_gradients else 0
     live["temporaries"] = sum([op.early_bytes for op in ops])
@@ -44,13 +47,15 @@ def fullest_instant(
     most, fullest = 0, dict.fromkeys(live, 0)
     for op in reversed(ops):
         name = op.module, op.parameter
-        own, before = op.gradient_bytes, made.get(name, 0)
+        own, working, before = op.gradient_bytes, op.working_bytes, made.get(name, 0)
+        if has_buffer:
+            own, working = 0, working + own
         added = own if own == before else 0
-        if n_live + own + added + op.working_bytes > most:
-            most = n_live + own + added + op.working_bytes
+        if n_live + own + added + working > most:
+            most = n_live + own + added + working
             fullest = dict(live)
             fullest["gradients"] += own + added
-            fullest["temporaries"] += op.working_bytes
+            fullest["temporaries"] += working
         made[name] = own
         n_uses_left[name] -= 1
         # The last one is added to what there is, and gone.

@@ -84,6 +84,8 @@ def debt_of(name: str, ops: Sequence[Op], left: Sequence[Op]) -> Iterator[Op]:
     """Yield what is rebuilt of these operators, as bytes that do not live before."""
     missing: Counter[tuple[str, str]] = Counter()
     for op, kept in zip(ops, left, strict=True):
+        if op.kept == kept.kept:
+            continue  # as most are, outside of blocks
         for sign, storages in ((-1, op.kept), (1, kept.kept)):
             for storage in storages:
                 missing[storage.what, storage.part] += sign * storage.n_bytes

@@ -74,20 +74,25 @@ class Segment(NamedTuple):
         return Segment.of(kept, before, self.fullest, self.after)
 
 
-def segment(ops: Sequence[Op], *, has_gradients: bool = False) -> Segment:
+def segment(
+    ops: Sequence[Op], *, has_gradients: bool = False, has_buffer: bool = False
+) -> Segment:
     """Return a tape in brief.
 
     Args:
         ops: of the forward pass, in its order.
         has_gradients: as for `fullest_instant`.
+        has_buffer: as for `fullest_instant`.
     """
-    kept, gradients = Parts(**kept_by_part(ops)), gradient_bytes(ops)
+    kept = Parts(**kept_by_part(ops))
+    gradients = 0 if has_buffer else gradient_bytes(ops)
     waiting = sum([op.early_bytes for op in ops])
     held = gradients if has_gradients else 0
+    fullest = fullest_instant(ops, has_gradients=has_gradients, has_buffer=has_buffer)
     return Segment.of(
         kept,
         kept.plus(Parts(temporaries=waiting, gradients=held)),
-        Parts(**fullest_instant(ops, has_gradients=has_gradients)),
+        Parts(**fullest),
         gradients,
     )
 

@@ -15,7 +15,6 @@ from labkit.memory.persistent import States, persistent_by_stage
 from labkit.memory.pipeline import (
     ChunkPrice,
     ChunkPrices,
-    adding_to_buffer,
     at_once,
     kept_by_module,
 )
@@ -69,15 +68,16 @@ class StepReport:
         plain = list(rank_tape(model_tape(cfg, step, load=load), layout))
         left, targets = kept_ops(plain, cfg, step, policies), copied_targets(step)
         tape = with_debts(plain, left, cfg, policies) + targets
-        if self.has_buffer:
-            tape = [adding_to_buffer(op) for op in tape]
         cut = cfg, layout, "1f1b", layers_per_stage
         (held,) = _by_stage(*cut, self.states, self.zero)
-        has_gradients = self.n_micro_batches > 1 and not self.has_buffer
-        played = fullest_instant(tape, has_gradients=has_gradients)
+        played = fullest_instant(
+            tape,
+            has_gradients=self.n_micro_batches > 1,
+            has_buffer=self.has_buffer,
+        )
         if self.has_buffer:
             played["gradients"] = held.lasting["gradients"]
-        logits = -(-unkept_logits(cfg, step) // layout.tp)
+        logits = unkept_logits(cfg, step, layout)
         timeline = self._timeline(
             held,
             kept=kept_by_part(tape),
@@ -136,12 +136,13 @@ class StepReport:
         self, chunks: Sequence[Chunk], priced: Sequence[ChunkPrice]
     ) -> dict[str, int]:
         """Return what the chunk with most of it has beside what it keeps."""
-        logits = -(-unkept_logits(self.cfg, self.step) // self.layout.tp)
-        unkept = [
-            {"logits": logits * chunk.is_last, "temporaries": price.casts}
+        whole = self.cfg, self.step, self.layout
+        pairs = [
+            (unkept_logits(*whole) if chunk.is_last else 0, price.casts)
             for chunk, price in zip(chunks, priced, strict=True)
         ]
-        return max(unkept, key=lambda parts: sum(parts.values()))
+        logits, casts = max(pairs, key=sum)
+        return {"logits": logits, "temporaries": casts}
 
     def _timeline(
         self,
@@ -227,12 +228,12 @@ def batch_bytes(train: TrainConfig, layout: Layout) -> int:
     return n_sequences * (train.seq_len + 1) * INDEX_BYTES
 
 
-def unkept_logits(cfg: ModelConfig, step: Pass) -> int:
-    """Return the bytes of logits that live beside the log-probabilities made of them.
+def unkept_logits(cfg: ModelConfig, step: Pass, layout: Layout) -> int:
+    """Return the bytes of a rank's logits beside log-probabilities made of them.
 
     Those of the last loss, which is computed when most is kept already: the head's
     result and, unless that is FP32, a copy which is.
     """
     n_logits = step.batch * (step.seq_len - cfg.n_mtp) * cfg.vocab_size
     copy = EXACT_BYTES if step.compute != torch.float32 else 0
-    return n_logits * (step.compute.itemsize + copy)
+    return -(-n_logits * (step.compute.itemsize + copy) // layout.tp)

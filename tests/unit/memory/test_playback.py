@@ -58,6 +58,17 @@ def test_gradients_to_add_to_live_from_the_start():
     assert fullest_instant(tape, has_gradients=True)["gradients"] == 150
 
 
+def test_gradients_go_into_a_buffer_as_soon_as_each_is_made():
+    tape = [
+        Op("first", (Kept("input", 1),), gradient_bytes=50, working_bytes=3),
+        Op("last", (Kept("input", 2),), gradient_bytes=60),
+    ]
+
+    for has_gradients in (False, True):  # which lie in the buffer too
+        fullest = fullest_instant(tape, has_gradients=has_gradients, has_buffer=True)
+        assert +Counter(fullest) == {"activations": 3, "temporaries": 60}
+
+
 def test_a_parameter_that_is_used_twice_has_one_gradient_in_the_end():
     tape = [Op("embed", gradient_bytes=8), Op("embed", gradient_bytes=8)]
 

@@ -22,19 +22,21 @@ OPS = st.builds(
     last=st.lists(OPS, max_size=3, unique_by=lambda op: op.module),
     n_layers=st.integers(0, 5),
     has_gradients=st.booleans(),
+    has_buffer=st.booleans(),
 )
 def test_layers_in_brief_have_the_sums_of_layers_in_full(
-    layer, last, n_layers, has_gradients
+    layer, last, n_layers, has_gradients, has_buffer
 ):
+    options = {"has_gradients": has_gradients, "has_buffer": has_buffer}
     tape = [
         op._replace(module=f"{index}.{op.module}")
         for index in range(n_layers)
         for op in layer
     ]
     tape += last
-    brief = segment(layer, has_gradients=has_gradients)
-    brief = chain([brief] * n_layers + [segment(last, has_gradients=has_gradients)])
-    full = segment(tape, has_gradients=has_gradients)
+    brief = segment(layer, **options)
+    brief = chain([brief] * n_layers + [segment(last, **options)])
+    full = segment(tape, **options)
 
     assert sum(brief.fullest) == sum(full.fullest)
     assert (brief.kept, brief.before, brief.after) == (

@@ -204,7 +204,7 @@ def _parts(cfg: ModelConfig, contents: Contents) -> list[tuple[list[Weight], int
         (embedding_weights, contents.n_embeddings),
         (lambda cfg: layer_weights(cfg, is_dense=True), contents.n_dense),
         (lambda cfg: layer_weights(cfg, is_dense=False), contents.n_sparse),
-        (head_weights, contents.n_heads),
+        (head_weights, contents.n_output_heads),
         (mtp_weights, contents.n_mtp),
     ]
     return [(weights(cfg), times) for weights, times in parts if times]

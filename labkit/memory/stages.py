@@ -53,8 +53,8 @@ class Contents(NamedTuple):
     """Main layers with experts."""
 
     n_embeddings: int
-    n_heads: int
-    """Heads, each with the final norm."""
+    n_output_heads: int
+    """Each with the final norm."""
 
     n_mtp: int
     n_routers: int
@@ -84,7 +84,7 @@ class Stage:
             n_dense=n_dense,
             n_sparse=n_sparse,
             n_embeddings=int(n_mtp > 0 or any(c.is_first for c in self.chunks)),
-            n_heads=int(has_head),
+            n_output_heads=int(has_head),
             n_mtp=n_mtp,
             n_routers=0 if cfg.moe is None else n_sparse + n_mtp,
         )

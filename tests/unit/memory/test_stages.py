@@ -54,7 +54,7 @@ def test_layers_can_be_laid_by_hand_and_a_stage_left_without():
     stages = stage_layers(TINY, Layout(pp=3), layers_per_stage=(1, 3, 0))
 
     assert layers_of(stages) == [[[0]], [[1, 2, 3]], [[]]]
-    assert stages[2].contents(TINY).n_heads == 1
+    assert stages[2].contents(TINY).n_output_heads == 1
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_mtp_brings_the_embedding_to_the_last_rank_unless_the_first_chunk_is_the
 
     plain = replace(TINY, mtp=None)
     last = stage_layers(plain, Layout(pp=2))[1].contents(plain)
-    assert (last.n_mtp, last.n_embeddings, last.n_heads) == (0, 0, 1)
+    assert (last.n_mtp, last.n_embeddings, last.n_output_heads) == (0, 0, 1)
 
     both, neither = stage_layers(TINY, Layout(pp=2, vpp=2), schedule="dualpipev")
     assert both.contents(TINY).n_embeddings == both.contents(TINY).n_mtp == 1

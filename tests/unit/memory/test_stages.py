@@ -32,7 +32,7 @@ def test_one_rank_holds_the_whole_model():
         "n_dense": 1,
         "n_sparse": 3,
         "n_embeddings": 1,
-        "n_heads": 1,
+        "n_output_heads": 1,
         "n_mtp": 1,
         "n_routers": 4,
     }

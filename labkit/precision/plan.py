@@ -189,8 +189,8 @@ class PrecisionPlan:
 def _ranges(numbers: Iterable[int]) -> str:
     """Return ascending numbers with runs of them shortened.
 
-    >>> _ranges([0, 1, 2, 5, 7, 8])
-    '0-2, 5, 7-8'
+    >>> _ranges([0, 1, 2, 4, 7, 8])
+    '0-2, 4, 7-8'
     """
     runs: list[list[int]] = []
     for number in numbers:
@@ -332,7 +332,9 @@ def _refusal(op: Operator, units: Fp8Units) -> str | None:
         return NO_KERNEL[op.kind]
     shortest = min((min(m.n_rows, m.n_columns) for m in op.matrices), default=None)
     if shortest is not None and shortest < units.multiple:
-        return f"a side of {shortest} is shorter than a tile of {units.multiple}"
+        return (
+            f"a side of {shortest} is less than the {units.multiple} of its FP8 units"
+        )
     return None
 
 

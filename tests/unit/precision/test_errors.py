@@ -94,6 +94,12 @@ def test_bf16_saturates_to_infinity():
     assert error.n_nonfinite_tiles == 0
 
 
+def test_the_largest_of_bf16_is_not_beyond_it():
+    x = torch.tensor([[torch.finfo(torch.bfloat16).max, 1.0]])
+    error = error_of(x, QuantSpec(format="bf16"))
+    assert error.saturated == error.relative_error == 0
+
+
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
 def test_a_tile_that_is_not_finite_is_counted_and_its_error_infinite(bad):
     x = torch.ones(3, 256)
@@ -114,6 +120,8 @@ def test_zeros_lose_nothing():
 
 
 def test_squares_beyond_fp32_are_summed():
+    # A row of such small values is lost as a whole.
+    assert error_of(torch.tensor([[1e-35, -3e-35]]), FINE_PO2).worst_row == 1
     x = torch.tensor([[1e30, -3e30]])
     error = error_of(x, FINE_PO2)
     smaller = error_of(x * 2.0**-80, FINE_PO2)

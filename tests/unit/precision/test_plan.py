@@ -198,8 +198,22 @@ def test_what_is_narrower_than_a_tile_stays_bf16_where_tiles_are_multiplied():
     row = plan(TINY, hardware="h800").row("layers.0.attn.wq_a")
     assert (row.compute, row.weight, row.kept) == ("bf16", "bf16", "bf16")
     assert row.is_changed
-    assert row.reason.endswith("; a side of 48 is shorter than a tile of 128")
+    assert row.reason.endswith("; a side of 48 is less than the 128 of its FP8 units")
+    # 128 is as wide as a tile.
+    assert plan(TINY, hardware="h800").row("layers.0.ffn.w1").compute == "fp8"
     assert plan(TINY, hardware="cpu").row("layers.0.attn.wq_a").compute == "emulated"
+
+
+@pytest.mark.parametrize(("device", "width"), [("l4", 16), ("b200", 32)])
+def test_each_kind_of_units_has_its_least_width(device, width):
+    attention = replace(TINY.attention, q_lora_rank=8)
+    row = plan(replace(TINY, attention=attention), hardware=device).row(
+        "layers.0.attn.wq_a"
+    )
+    assert row.compute == "bf16"
+    assert row.reason.endswith(
+        f"; a side of 8 is less than the {width} of its FP8 units"
+    )
 
 
 @pytest.mark.parametrize(

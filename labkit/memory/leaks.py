@@ -14,6 +14,7 @@ from statistics import median
 
 from torch import nn
 
+from labkit.config.checks import require_instance, require_whole
 from labkit.memory.births import Birth, BirthCount
 from labkit.memory.holders import NOBODY, find_holders, hook_owners
 from labkit.memory.survivors import Survivor, find_survivors, tensors_in
@@ -104,7 +105,9 @@ class LeakWatch(BirthCount):
 
     It sees what operators of this thread allocate while it is active, at some 50 µs an
     operator; the report takes a second or so. A collection that is not yet full cannot
-    be told from one that grows for ever: watch more steps than it holds.
+    be told from one that grows for ever: watch more than twice the steps it holds. One
+    that has nothing of the first half of them is taken for full, although it may have
+    begun to grow after that.
 
     Args:
         model: its modules are watched for hooks, and give names.
@@ -123,6 +126,8 @@ class LeakWatch(BirthCount):
 
     def __init__(self, model: nn.Module, *, n_warm_up: int = 2) -> None:
         super().__init__()
+        require_instance({"model": model}, nn.Module)
+        require_whole({"n_warm_up": n_warm_up}, at_least=0)
         self.model, self.n_warm_up = model, n_warm_up
         self.live: list[int] = []
         self._n_hooks = [_count_hooks(model)]
@@ -139,7 +144,7 @@ class LeakWatch(BirthCount):
         Call it where the loop's variables are still there.
 
         Raises:
-            ValueError: too few steps.
+            ValueError: too few steps, or none of them was seen.
         """
         fewest = self.n_warm_up + FEWEST_STEPS
         if self.n_steps < fewest:
@@ -147,6 +152,12 @@ class LeakWatch(BirthCount):
                 f"a leak shows after at least {fewest} steps, {self.n_warm_up} of them "
                 f"to warm up; got {self.n_steps}. Call end_step after each step, and "
                 "watch more of them."
+            )
+        if not self.n_allocations:
+            raise ValueError(
+                "steps must run where they are watched, within `with watch:` and in "
+                f"one thread; got {self.n_steps} of which no operator was seen. Run "
+                "them there."
             )
         survivors, pool = [], []
         if self._old() or self._grown():
@@ -182,6 +193,7 @@ class LeakWatch(BirthCount):
     def _leaks_by_survivors(self, survivors: Sequence[Survivor]) -> list[Leak]:
         """Return the holders that have kept something of step after step."""
         last = self.n_steps - 1
+        middle = (self.n_warm_up + last) / 2
         held = [survivor for survivor in survivors if not survivor.holder.is_bounded]
         owners: dict[str, set[int]] = defaultdict(set)
         for survivor in held:
@@ -196,7 +208,8 @@ class LeakWatch(BirthCount):
         leaks = []
         for name, survivors in by_name.items():
             steps = {survivor.birth.step for survivor in survivors}
-            if self._is_going_on(steps, last):
+            # What has let go of all that was made in the first half has a length.
+            if self._is_going_on(steps, last) and min(steps) <= middle:
                 n_each = len(survivors) / len(steps)
                 largest = max((s.birth for s in survivors), key=lambda b: b.n_bytes)
                 n_watched = last - self.n_warm_up
@@ -287,6 +300,9 @@ class LeakWatch(BirthCount):
         ][self.n_warm_up : -1]
         if any(after <= before for before, after in zip(live, live[1:], strict=False)):
             return []
+        bounded = [x.birth.n_bytes for x in survivors if x.holder.is_bounded]
+        if self.live_bytes - sum(bounded) <= live[0]:
+            return []  # the collector of cycles has found it, and would have later
         largest = max(self.living().values(), key=lambda birth: birth.n_bytes)
         return [
             Leak(

@@ -1,5 +1,6 @@
 """Planted leaks are found and named; clean runs, also untidy ones, are not accused."""
 
+import gc
 from collections import deque
 
 import pytest
@@ -290,6 +291,50 @@ def test_a_cache_that_has_filled_up_is_no_leak(model, watch):
     step.n = 0
 
     assert watch(model, step).leaks == ()
+
+
+def test_a_window_that_slides_is_no_leak(model):
+    recent = []
+    with LeakWatch(model) as leak_watch:
+        for _ in range(14):
+            recent.append(torch.zeros(4))
+            del recent[:-5]
+            leak_watch.end_step()
+
+    assert leak_watch.report().leaks == ()
+
+
+def test_what_only_the_collector_of_cycles_frees_is_no_leak(model, watch):
+    gc.collect()
+    gc.disable()
+    try:
+        assert watch(model, lambda: Cycle(torch.zeros(100))).leaks == ()
+    finally:
+        gc.enable()
+
+
+class Cycle:
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor, self.itself = tensor, self
+
+
+def test_steps_that_nobody_watches_are_not_called_clean(model):
+    leak_watch = LeakWatch(model)
+    kept = []
+    for _ in range(N_STEPS):
+        kept.append(torch.zeros(4))
+        leak_watch.end_step()
+
+    rule = "steps must run where they are watched, within `with watch:` and in one thr"
+    with pytest.raises(ValueError, match=rule):
+        leak_watch.report()
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("n_warm_up", [-1, 1.5, True, None])
+def test_a_warm_up_of_no_number_of_steps_is_refused(model, n_warm_up):
+    with pytest.raises(ValueError, match="n_warm_up must be a whole number of at le"):
+        LeakWatch(model, n_warm_up=n_warm_up)
 
 
 def test_too_few_steps_are_refused(model):

@@ -9,6 +9,8 @@ has not been run.
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
+from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +18,7 @@ from jaxtyping import Shaped
 from torch import Tensor, nn
 
 from labkit.config import TrainConfig
-from labkit.config.checks import require_whole
+from labkit.config.checks import require_instance, require_whole
 from labkit.hardware.units import memory
 from labkit.hardware.usage import reachable_memory
 from labkit.memory.measure import (
@@ -27,11 +29,12 @@ from labkit.memory.measure import (
     StepWatch,
     report_of,
 )
+from labkit.memory.persistent import STATES, States
 from labkit.memory.predict import predict
-from labkit.memory.recompute import recompute_policies
+from labkit.memory.recompute import recompute_policies, require_transformer
 from labkit.memory.remedies import Fit, Remedy, remedies, what_fits
 from labkit.memory.report import MemoryReport
-from labkit.memory.ways import UNCERTAINTY
+from labkit.memory.ways import UNCERTAINTY, require_kinds
 from labkit.model import Transformer
 
 N_REMEDIES = 3
@@ -40,6 +43,9 @@ N_MODULES = 3
 
 ALONE = ("micro_batch", "recompute", "precision", "seq_len")
 """What one rank of a `Trainer` can change by itself, of `ways.KINDS`."""
+
+BF16 = States(weights="bfloat16", gradients="bfloat16", moments="bfloat16")
+"""Of a BF16 model: its gradients, and moments of PyTorch's optimizers, are BF16 too."""
 
 _CPU_ALLOCATOR = "DefaultCPUAllocator: "
 """Stands in the RuntimeError of a CPU that has no memory left."""
@@ -66,6 +72,17 @@ class OutOfMemory(MemoryError):
         self.is_undone = is_undone
         """Whether no weight was changed: then the step can be done again."""
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy, as another process gets it, is not made of the message alone.
+        make = partial(
+            type(self),
+            report=self.report,
+            fit=self.fit,
+            remedies=self.remedies,
+            is_undone=self.is_undone,
+        )
+        return make, self.args
+
 
 @contextmanager
 def memory_guard(
@@ -91,7 +108,13 @@ def memory_guard(
             operator that passes it ends the step, unless weights have been changed
             already: then the step is done first. None is no limit.
         kinds: of remedies, as for `remedies`.
-        **as_predict: as for `predict`; the model's policies of recompute are known.
+        **as_predict: as for `predict`; the model's policies of recompute and the dtype
+            of its weights are known.
+
+    Raises:
+        ValueError: another model than a `Transformer`, a limit that is no number of
+            bytes, or an unknown kind.
+        OutOfMemory: memory ran out.
 
     >>> from labkit.config import PRESETS
     >>> model, train = Transformer(PRESETS["tiny"]), TrainConfig(micro_batch=4)
@@ -103,8 +126,12 @@ def memory_guard(
     ...     print(error.remedies[0].change)
     micro_batch=1
     """
+    require_transformer(model)
+    require_instance({"train": train}, TrainConfig)
     if limit is not None:
         require_whole({"limit": limit})
+    require_kinds(kinds)
+    _require_known(as_predict)
     guard = _Guard(model, train, as_predict, tuple(kinds), limit)
     watch = None if limit is None else _LimitWatch(model, optimizer, limit)
     try:
@@ -122,6 +149,12 @@ def memory_guard(
             watch.close()
     if watch is not None and watch.stop is not None:
         raise guard.answer(watch.stop)
+
+
+def _require_known(as_predict: Mapping[str, object]) -> None:
+    """Raise TypeError for what `predict` would only refuse once memory has run out."""
+    for name in as_predict.keys() - signature(predict).parameters.keys():
+        raise TypeError(f"predict() has no keyword argument {name!r}")
 
 
 class _Stop(NamedTuple):
@@ -166,6 +199,8 @@ class _LimitWatch(StepWatch):
     ) -> Any:  # noqa: ANN401, operators return anything
         try:
             return super().__torch_dispatch__(func, types, args, kwargs)
+        except _LimitPassed:
+            raise  # of a guard further out, if not this one's
         except (MemoryError, RuntimeError) as error:
             if self.stop is None and is_out_of_memory(error):
                 self.stop = self._stop(_first_line(error), *self.path[-1:])
@@ -267,13 +302,15 @@ class _Guard(NamedTuple):
 
     def answer(self, stop: _Stop) -> OutOfMemory:
         """Return the error that tells what to do."""
-        device = next(self.model.parameters()).device
+        weight = next(self.model.parameters())
+        device, is_bf16 = weight.device, weight.dtype == torch.bfloat16
         capacity = self.limit or reachable_memory(device)
         arguments = {
             "cfg": self.model.cfg,
             "train": self.train,
             "device": "gpu" if device.type == "cuda" else "cpu",
             "recompute": recompute_policies(self.model),
+            "states": BF16 if is_bf16 else STATES["trainer"],
             **self.as_predict,
         }
         predicted = predict(**arguments)

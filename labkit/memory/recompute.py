@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
+from labkit.config import ModelConfig
 from labkit.config.checks import require_choice, require_whole
 from labkit.memory.recompute_modules import (
     CheckpointedBlock,
@@ -167,8 +168,9 @@ def apply_recompute(
         k: of "every_k" only.
 
     Raises:
-        ValueError: an unknown policy, not one for each block, "moe" without experts,
-            or blocks that another transform has changed. The model is as before.
+        ValueError: another model than a `Transformer`, an unknown policy, not one for
+            each block, "moe" without experts, or blocks that another transform has
+            changed. The model is as before.
 
     >>> from labkit.config import PRESETS
     >>> model = apply_recompute(Transformer(PRESETS["tiny"], device="meta"), "full")
@@ -177,6 +179,7 @@ def apply_recompute(
     >>> type(apply_recompute(model, "none").layers[0]).__name__
     'Block'
     """
+    require_transformer(model)
     blocks = [*model.layers, *model.mtp]
     names = block_policies(policy, len(blocks), k=k)
     if "moe" in names and not model.routers():
@@ -189,6 +192,15 @@ def apply_recompute(
         changes += _CHANGES[name](block)
     _change_classes(model, changes)
     return model
+
+
+def require_transformer(model: object) -> None:
+    """Raise ValueError unless it is a `Transformer`, perhaps a compiled one."""
+    if not isinstance(getattr(model, "cfg", None), ModelConfig):
+        raise ValueError(
+            "model must be a Transformer of labkit.model, whose blocks are known; got "
+            f"a {type(model).__name__}. Build it as Transformer(cfg)."
+        )
 
 
 def recompute_policies(model: Transformer) -> tuple[str, ...]:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from labkit.config import Layout, ModelConfig, TrainConfig
-from labkit.config.checks import require_choice, require_whole
-from labkit.memory.ways import KINDS, TIMED, Plan, Way, largest
+from labkit.config.checks import require_whole
+from labkit.memory.ways import KINDS, TIMED, Plan, Way, largest, require_kinds
 
 MOST_SEQUENCES = 2**16
 """Micro-batches are not tried beyond it."""
@@ -97,8 +97,7 @@ def remedies(  # noqa: PLR0913, each decides alone
     """
     require_whole({"capacity": capacity})
     kinds = tuple(KINDS) if kinds is None else kinds
-    for kind in kinds:
-        require_choice({"kinds": kind}, tuple(KINDS))
+    require_kinds(kinds)
     plan = Plan(cfg, capacity, _arguments(train, layout, device, as_predict))
     ways = {kind: _best(plan, kind) for kind in kinds}
     found = [_priced(plan, (way,)) for way in ways.values() if way is not None]

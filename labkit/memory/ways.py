@@ -2,12 +2,13 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from labkit.config import Layout, ModelConfig, TrainConfig
+from labkit.config.checks import require_choice
 from labkit.memory.budget import budget
 from labkit.memory.cost import StepTimes, step_times
 from labkit.memory.overheads import overheads
@@ -269,6 +270,18 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
     }
 )
 """What may be changed, what gives up least first."""
+
+
+def require_kinds(kinds: object) -> None:
+    """Raise ValueError unless these are names in `KINDS`."""
+    if isinstance(kinds, str) or not isinstance(kinds, Sequence):
+        raise ValueError(
+            "kinds must be a sequence of names, which may be tried in turn; got "
+            f"{kinds!r}. Set kinds=('recompute',) or others of {', '.join(KINDS)}."
+        )
+    for kind in kinds:
+        require_choice({"kinds": kind}, tuple(KINDS))
+
 
 TIMED = frozenset({"micro_batch", "recompute"})
 """Kinds with the same operators on the same device, whose times can be compared.

@@ -1,5 +1,6 @@
 """Memory that runs out, really or by a limit, and the answer to it."""
 
+import pickle
 import re
 import weakref
 from dataclasses import replace
@@ -10,7 +11,8 @@ from torch.nn.modules import module as module_hooks
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from labkit.config import PRESETS, MLAConfig, MoEConfig, TrainConfig
-from labkit.memory import apply_recompute, measure, predict
+from labkit.hardware.units import memory
+from labkit.memory import States, apply_recompute, measure, predict
 from labkit.memory.out_of_memory import (
     ALONE,
     OutOfMemory,
@@ -251,6 +253,18 @@ def test_a_guard_leaves_the_limit_of_an_outer_one_to_that(model):
     assert "passed the limit of 2 MiB" in str(error)
 
 
+def test_a_guard_with_a_limit_leaves_the_lower_one_of_an_outer_guard_to_that(model):
+    step = steps(model)
+
+    def guarded_step() -> None:
+        with memory_guard(model, TRAIN, limit=2**40):
+            step()
+
+    error = out_of_memory(model, guarded_step, limit=2 * MIB)
+    assert "passed the limit of 2 MiB" in str(error)
+    assert "would fit" not in str(error) and "(too much)" in str(error)
+
+
 def test_a_limit_that_an_optimizer_passes_while_it_changes_weights_waits(model):
     optimizer = adamw(model, fused=False, foreach=True)
     train = replace(TRAIN, micro_batch=1, global_batch=1, seq_len=8)
@@ -327,6 +341,13 @@ def test_the_text_is_short_and_says_all(model):
         assert re.fullmatch(pattern, line), line
 
 
+def test_the_answer_can_be_sent_to_another_process(model):
+    error = out_of_memory(model, steps(model), limit=2 * MIB)
+    copy = pickle.loads(pickle.dumps(error))
+    assert str(copy) == str(error) and copy.remedies == error.remedies
+    assert (copy.report, copy.fit) == (error.report, error.fit)
+
+
 def test_a_limit_below_the_weights_says_that_nothing_fits(model):
     text = str(out_of_memory(model, steps(model), limit=10_000))
     assert "what fits: no micro_batch with seq_len=64; no seq_len with" in text
@@ -338,3 +359,31 @@ def test_a_limit_of_no_byte_is_refused(model):
     rule = "limit must be a whole number of at least 1"
     with pytest.raises(ValueError, match=rule), memory_guard(model, TRAIN, limit=0):
         pass
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "rule"),
+    [
+        ({"model": torch.nn.Linear(2, 2)}, ValueError, "model must be a Transformer"),
+        ({"train": None}, ValueError, "train must be of type TrainConfig; got None"),
+        ({"kinds": "recompute"}, ValueError, "kinds must be a sequence of names, whic"),
+        ({"kinds": ("time",)}, ValueError, "kinds must be one of .*; got 'time'"),
+        ({"steps": 3}, TypeError, r"predict\(\) has no keyword argument 'steps'"),
+    ],
+)
+def test_what_no_answer_can_be_made_of_is_refused_before_the_step(
+    model, options, kind, rule
+):
+    with (
+        pytest.raises(kind, match=rule),
+        memory_guard(**({"model": model, "train": TRAIN} | options)),
+    ):
+        pytest.fail("the step began")
+
+
+def test_a_model_in_bf16_is_answered_with_what_it_needs():
+    model = Transformer(TINY, dtype=torch.bfloat16)
+    text = str(out_of_memory(model, steps(model), limit=MIB))
+    half = States(weights="bfloat16", gradients="bfloat16", moments="bfloat16")
+    needed = predict(TINY, TRAIN, states=half).peak
+    assert f"such a step needs {memory(needed)}, as predicted" in text

@@ -11,6 +11,7 @@ from labkit.memory.recompute import (
     RECOMPUTE_POLICIES,
     apply_recompute,
     block_policies,
+    recompute_policies,
 )
 from labkit.model import LatentCache, Transformer, generate, load_hf, save_hf
 
@@ -258,3 +259,17 @@ def test_a_block_of_another_transform_is_refused_and_nothing_is_changed(dense):
 
     assert type(plain.layers[0]).__name__ == "Block"
     assert [*map(type, model.layers[0].modules())] == before
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_model_of_another_library_is_refused():
+    rule = "model must be a Transformer of labkit.model, whose blocks are known; got a"
+    with pytest.raises(ValueError, match=rule):
+        apply_recompute(torch.nn.Linear(2, 2), "full")
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_compiled_model_is_taken_as_the_one_inside(dense):
+    model = build(dense)
+    apply_recompute(torch.compile(model), "full")
+    assert recompute_policies(model) == ("full",) * len(model.layers)

@@ -23,10 +23,14 @@ def faked(model: ModelT) -> ModelT:
     >>> out.device, out.shape
     (device(type='cpu'), torch.Size([1, 1048576]))
     """
+    fakes = {
+        parameter: nn.Parameter(_like(parameter), requires_grad=parameter.requires_grad)
+        for parameter in model.parameters()
+    }
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
-            fake = nn.Parameter(_like(parameter), requires_grad=parameter.requires_grad)
-            module.register_parameter(name, fake)
+            # One that modules share stays one.
+            module.register_parameter(name, fakes[parameter])
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, _like(buffer))
     return model

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import get_gradient_edge
 
 from labkit.config import Layout, ModelConfig, TrainConfig
+from labkit.config.checks import require_whole
 from labkit.memory.fakes import faked
 from labkit.memory.measure import measure
 from labkit.memory.persistent import States
@@ -35,6 +36,7 @@ def local_experts(cfg: ModelConfig, ep: int) -> ModelConfig:
     >>> local_experts(PRESETS["v3-671b"], 8).moe.n_routed_experts
     32
     """
+    require_whole({"ep": ep})
     moe = cfg.moe
     if moe is None or moe.n_routed_experts % ep:
         n_experts = 0 if moe is None else moe.n_routed_experts
@@ -64,6 +66,7 @@ def measure_stage(cfg: ModelConfig, train: TrainConfig, n_layers: int) -> Memory
         train: its micro-batch and sequence.
         n_layers: of the stage.
     """
+    require_whole({"n_layers": n_layers})
     with torch.device("meta"):
         stage = _Stage(cfg, train, n_layers).to(torch.bfloat16)
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -76,6 +79,7 @@ def predict_stage(cfg: ModelConfig, train: TrainConfig, n_layers: int) -> Memory
     They are the middle one of three stages. What the optimizer holds is counted, and
     `measure_stage` has none: compare activations, weights and gradients.
     """
+    require_whole({"n_layers": n_layers})
     n_dense = 0 if cfg.moe is not None else cfg.n_dense_layers
     whole = replace(cfg, n_layers=n_layers + 2, n_dense_layers=n_dense, mtp=None)
     reports = predict(

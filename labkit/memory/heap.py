@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+from labkit.config.checks import require_whole
 from labkit.memory.allocations import Event
 
 
@@ -20,6 +21,7 @@ def first_fit_bytes(events: Iterable[Event], *, align: int = 512) -> int:
     >>> first_fit_bytes([a, b, Event(1, -512), c])
     2048
     """
+    require_whole({"align": align})
     places: dict[int, tuple[int, int]] = {}
     reserved = 0
     for number, n_bytes in events:

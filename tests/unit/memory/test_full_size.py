@@ -85,3 +85,13 @@ def test_experts_are_shared_out_equally():
         "ep must divide n_routed_experts; got ep=3 and 256. Take a model with experts, "
         "and a divisor of their number."
     )
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("count", [0, -1, 1.5, True])
+def test_layers_and_ranks_are_counted_from_one(count):
+    with pytest.raises(ValueError, match="ep must be a whole number of at least 1"):
+        local_experts(V3, count)
+    for stage in (measure_stage, predict_stage):
+        with pytest.raises(ValueError, match="n_layers must be a whole number of at l"):
+            stage(V3, TrainConfig(), count)

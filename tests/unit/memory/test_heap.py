@@ -1,5 +1,6 @@
 """The model of an allocator: holes, and what never fits into them."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,6 +24,13 @@ def test_neighbouring_holes_join():
     ]
 
     assert first_fit_bytes(events, align=1) == 25
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("align", [0, -1, 1.5, True])
+def test_sizes_are_rounded_to_whole_bytes(align):
+    with pytest.raises(ValueError, match="align must be a whole number of at least 1"):
+        first_fit_bytes([Event(1, 5)], align=align)
 
 
 def test_sizes_are_rounded_up():

@@ -56,6 +56,8 @@ TERMS = {
     "precision": "--precision",
     r"recompute=\((.*?)\)": r"--recompute \1",
     "recompute": "--recompute",
+    r"policy\[(\d+)\]": "each of several --recompute",
+    "policy": "--recompute",
     "run_dir": "--out",
     "choose another folder": "choose another --out",
     "build the model": "choose a preset",

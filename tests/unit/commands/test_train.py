@@ -366,6 +366,12 @@ def test_a_limit_that_is_no_size_is_refused(train, tmp_path, capsys):
     assert [path.name for path in tmp_path.iterdir()] == ["text"]
 
 
+def test_policies_are_refused_by_the_name_of_their_option(train, capsys):
+    assert train("--recompute", "full", "full") == 2
+    rule = "labkit train: --recompute must be one name, or one for each of"
+    assert capsys.readouterr().err.startswith(rule)
+
+
 @pytest.mark.usefixtures("unchecked")
 def test_each_block_may_have_a_policy_as_an_answer_spells_it(train, tmp_path, capsys):
     options = ["--steps", "2", "--global-batch", "4", "--seq-len", "96"]

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 CACHE_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of one cached value, by the name of its dtype."""
 
+CACHE_TILE = 128
+"""Values of a latent that share a scale in an FP8 cache."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParameterCounts:
@@ -144,11 +147,39 @@ def n_active_params(cfg: ModelConfig, *, include_embedding: bool = False) -> int
 def kv_bytes_per_token(cfg: ModelConfig, dtype: str = "bfloat16") -> int:
     """Return the bytes of cache that one token keeps in all main layers.
 
+    Args:
+        cfg: the model.
+        dtype: of the cache; "fp8" for MLA alone, see `fp8_row_bytes`.
+
     Raises:
-        ValueError: `dtype` does not name a cache dtype.
+        ValueError: `dtype` does not name a cache dtype, or not one of this attention.
     """
-    require_choice({"dtype": dtype}, tuple(CACHE_DTYPE_BYTES))
+    require_choice({"dtype": dtype}, (*CACHE_DTYPE_BYTES, "fp8"))
+    if dtype == "fp8":
+        return cfg.n_layers * fp8_row_bytes(cfg.attention)
     return cfg.n_layers * cfg.attention.cache_width * CACHE_DTYPE_BYTES[dtype]
+
+
+def fp8_row_bytes(attention: AttentionConfig) -> int:
+    """Return the bytes of one token and layer in the FP8 layout of FlashMLA.
+
+    A byte per value of the latent, an FP32 scale for every 128 of them, and the rotary
+    key in BF16.
+
+    >>> fp8_row_bytes(MLAConfig(n_heads=128, q_lora_rank=1536))
+    656
+
+    Raises:
+        ValueError: the attention has no latent.
+    """
+    if not isinstance(attention, MLAConfig):
+        raise ValueError(
+            "an FP8 cache must be one of MLA, whose latent its published layout "
+            f"quantizes; got attention of kind {attention.kind!r}. Cache in BF16, or "
+            "set attention=MLAConfig(...)."
+        )
+    n_scales = -(-attention.kv_lora_rank // CACHE_TILE)
+    return attention.kv_lora_rank + 4 * n_scales + 2 * attention.qk_rope_head_dim
 
 
 def attention_flops_per_token(

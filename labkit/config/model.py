@@ -135,6 +135,8 @@ class ModelConfig:
         >>> from labkit.config import PRESETS
         >>> PRESETS["v3-671b"].kv_bytes_per_token()
         70272
+        >>> PRESETS["v3-671b"].kv_bytes_per_token("fp8") == 61 * 656
+        True
         """
         return counts.kv_bytes_per_token(self, dtype)
 

@@ -1,4 +1,6 @@
-"""The complete DeepSeek-V2/V3 architecture; it knows nothing of processes or FP8.
+"""The complete DeepSeek-V2/V3 architecture; it knows nothing of processes.
+
+Of FP8 it knows storage alone: that of checkpoints, and of a cache's rows.
 
 Letters in shapes: b batch, s new tokens, t all tokens (keys), n tokens of a flat
 batch, d residual width, h heads, r rotary pairs, c latent width, w cache width,

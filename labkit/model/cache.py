@@ -2,22 +2,24 @@
 
 Each layer keeps one row per token. For MLA it holds the latent after its norm and
 the shared key after RoPE (DeepSeek-V2, section 2.1.2), for GQA the keys after RoPE
-and the values, so a row is read as it lies. Rows past a sequence's length are stale
-and hidden; `rewind` is therefore only a shorter length.
+and the values, so a row is read as it lies; or, in FP8, what its bytes stand for. Rows
+past a sequence's length are stale and hidden; `rewind` is therefore only a shorter
+length.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from labkit.config import MLAConfig, ModelConfig
 from labkit.config.checks import require_whole
+from labkit.model.cache_fp8 import Fp8Rows
 from labkit.model.checks import as_whole
 
-CACHE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+CACHE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, "fp8")
 
 
 class LatentCache:
@@ -29,12 +31,21 @@ class LatentCache:
         cfg: the model; its layers and `cache_width` fix the shape.
         batch: sequences, which may differ in length.
         max_seq: tokens that each sequence has room for.
-        dtype: dtype of the stored rows, whatever the model computes in.
+        dtype: dtype of the stored rows, whatever the model computes in. "fp8" is for
+            MLA: rows of bytes in a published layout, see `Fp8Rows`. A row is quantized
+            once, when it is written; each forward pass dequantizes all rows of one
+            layer after the other, its new tokens' too, into the dtype it computes in.
         device: where they are stored.
 
     >>> from labkit.config import PRESETS
     >>> tiny = PRESETS["tiny"]
     >>> LatentCache(tiny, 2, 100).nbytes == 200 * tiny.kv_bytes_per_token("bfloat16")
+    True
+    >>> LatentCache(tiny, 2, 100, dtype="fp8").nbytes
+    54400
+    >>> LatentCache(tiny, 2, 100, dtype="fp8").nbytes == (
+    ...     200 * tiny.kv_bytes_per_token("fp8")
+    ... )
     True
     """
 
@@ -44,27 +55,33 @@ class LatentCache:
         batch: int,
         max_seq: int,
         *,
-        dtype: torch.dtype = torch.bfloat16,
+        dtype: torch.dtype | str = torch.bfloat16,
         device: torch.device | str | None = None,
     ) -> None:
         require_whole({"batch": batch, "max_seq": max_seq})
         if dtype not in CACHE_DTYPES:
-            names = ", ".join(map(str, CACHE_DTYPES))
+            names = ", ".join(map(repr, CACHE_DTYPES))
             raise ValueError(
-                f"dtype must be a cache dtype; got {dtype}. Use one of {names}."
+                f"dtype must be a cache dtype; got {dtype!r}. Use one of {names}."
             )
         self.cfg = cfg
-        shape = (cfg.n_layers, batch, max_seq, cfg.attention.cache_width)
+        self.dtype = dtype
+        self._fp8, stored, width = None, dtype, cfg.attention.cache_width
+        if dtype == "fp8":
+            self._fp8 = Fp8Rows(cfg.attention, device=device)
+            stored, width = torch.uint8, self._fp8.n_bytes
+        shape = (cfg.n_layers, batch, max_seq, width)
         # Zeros, because a hidden row is multiplied by 0, and 0 · NaN is NaN.
-        self.entries = torch.zeros(shape, dtype=dtype, device=device)
+        self.entries = torch.zeros(shape, dtype=stored, device=device)
         self._lengths = (0,) * batch
         self._ahead: dict[int, tuple[int, ...]] = {}
 
     def __repr__(self) -> str:
-        n_layers, batch, max_seq, width = self.entries.shape
+        n_layers, batch, max_seq, _ = self.entries.shape
         return (
             f"LatentCache({n_layers} layers, {batch} sequences of {max_seq} tokens, "
-            f"{width} wide, {self.entries.dtype}, lengths={list(self._lengths)})"
+            f"{self.cfg.attention.cache_width} wide, {self.dtype}, "
+            f"lengths={list(self._lengths)})"
         )
 
     @property
@@ -175,12 +192,13 @@ class LatentCache:
             self._check_positions(layer, sequence, start, row)
         ends = tuple(start + positions.shape[1] for start in starts)
         visible = self.entries[layer, :, : max(ends)]
-        _Scattered(visible, _rows(positions), positions, None).extend(entries)
+        scattered = _Scattered(visible, _rows(positions), positions, None)
+        held = self._readable([scattered])[0].extend(entries)
         self._ahead[layer] = ends
         if [*self._ahead.values()] == [ends] * len(self.entries):
             self._lengths = ends
             self._ahead.clear()
-        return visible
+        return held
 
     def _uniform_window(self, start: int, end: int, ends: tuple[int, ...]) -> "Window":
         positions = torch.arange(start, end, device=self.entries.device)
@@ -191,7 +209,7 @@ class LatentCache:
         every = self.entries.narrow(2, 0, end).unbind()
         fresh = self.entries.narrow(2, start, end - start).unbind()
         layers = [_Sliced(*views, mask) for views in zip(every, fresh, strict=True)]
-        return Window(self, positions, layers, ends)
+        return Window(self, positions, self._readable(layers), ends)
 
     def _ragged_window(self, n_new: int, end: int, ends: tuple[int, ...]) -> "Window":
         device = self.entries.device
@@ -202,10 +220,18 @@ class LatentCache:
             _Scattered(every, rows, positions, mask)
             for every in self.entries[:, :, :end].unbind()
         ]
-        return Window(self, positions, layers, ends)
+        return Window(self, positions, self._readable(layers), ends)
+
+    def _readable(
+        self, layers: "list[_Sliced] | list[_Scattered]"
+    ) -> "list[_Sliced] | list[_Scattered] | list[_Quantized]":
+        """Return what takes and gives values, not bytes."""
+        if self._fp8 is None:
+            return layers
+        return [_Quantized(layer, self._fp8) for layer in layers]
 
     def _check_rows(self, layer: int, entries: Tensor, positions: Tensor) -> None:
-        n_layers, width = self.entries.shape[0], self.entries.shape[-1]
+        n_layers, width = len(self.entries), self.cfg.attention.cache_width
         if not 0 <= layer < n_layers:
             raise ValueError(
                 f"layer must be one of {n_layers} layers; got {layer}. "
@@ -264,10 +290,10 @@ class Window:
     positions: Int[Tensor, "*b s"]
     """Without a batch dimension while all sequences are equally long."""
 
-    layers: list["_Sliced"] | list["_Scattered"]
+    layers: list["_Sliced"] | list["_Scattered"] | list["_Quantized"]
     ends: tuple[int, ...]
 
-    def layer(self, index: int) -> "_Sliced | _Scattered":
+    def layer(self, index: int) -> "LayerView":
         """Return the view that one attention layer reads and writes."""
         return self.layers[index]
 
@@ -280,11 +306,11 @@ class Window:
 class _Sliced:
     """One layer while all sequences are equally long: plain slices."""
 
-    every: Float[Tensor, "b t w"]
-    fresh: Float[Tensor, "b s w"]
+    every: Shaped[Tensor, "b t w"]
+    fresh: Shaped[Tensor, "b s w"]
     mask: Bool[Tensor, "b s t"] | None
 
-    def extend(self, entries: Float[Tensor, "b s w"]) -> Float[Tensor, "b t w"]:
+    def extend(self, entries: Shaped[Tensor, "b s w"]) -> Shaped[Tensor, "b t w"]:
         _require_no_grad(entries)
         self.fresh.copy_(entries)
         return self.every
@@ -294,18 +320,35 @@ class _Sliced:
 class _Scattered:
     """One layer while sequences differ in length: rows at indexed positions."""
 
-    every: Float[Tensor, "b t w"]
+    every: Shaped[Tensor, "b t w"]
     rows: Int[Tensor, "b 1"]
     positions: Int[Tensor, "b s"]
     mask: Bool[Tensor, "b s t"] | None
 
-    def extend(self, entries: Float[Tensor, "b s w"]) -> Float[Tensor, "b t w"]:
+    def extend(self, entries: Shaped[Tensor, "b s w"]) -> Shaped[Tensor, "b t w"]:
         _require_no_grad(entries)
         self.every[self.rows, self.positions] = entries.type_as(self.every)
         return self.every
 
 
-LayerView = _Sliced | _Scattered
+@dataclass(slots=True)
+class _Quantized:
+    """One layer in FP8: encoded on its way in, and all of it decoded on its way out."""
+
+    stored: _Sliced | _Scattered
+    rows: Fp8Rows
+
+    @property
+    def mask(self) -> Bool[Tensor, "b s t"] | None:
+        return self.stored.mask
+
+    def extend(self, entries: Float[Tensor, "b s w"]) -> Float[Tensor, "b t w"]:
+        _require_no_grad(entries)
+        held = self.stored.extend(self.rows.encode(entries))
+        return self.rows.decode(held, entries.dtype)
+
+
+LayerView = _Sliced | _Scattered | _Quantized
 
 
 def _require_no_grad(entries: Tensor) -> None:

@@ -73,7 +73,8 @@ def generate(
     Speculative decoding draws from the same distribution as plain decoding. Greedy,
     it gives the same tokens as long as the two best logits differ by more than the
     rounding of their products, which depends on how many rows these have: so in FP32;
-    in BF16 an untrained model, whose logits are nearly equal, soon takes another turn.
+    in BF16 an untrained model, whose logits are nearly equal, soon takes another turn,
+    and so it may with a cache in FP8, where rounding decides between two stored values.
 
     Args:
         model: in any mode; modes are restored.

@@ -90,7 +90,7 @@ class Drafter:
         self.model = model
         self.sampler = sampler
         one_layer = replace(model.cfg, n_layers=1, n_dense_layers=0)
-        storage = {"dtype": main.entries.dtype, "device": main.entries.device}
+        storage = {"dtype": main.dtype, "device": main.entries.device}
         self.caches = [
             LatentCache(one_layer, main.batch, main.max_seq, **storage)
             for _ in model.mtp

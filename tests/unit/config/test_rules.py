@@ -315,8 +315,8 @@ def test_an_unknown_cache_dtype_is_answered_with_the_known_ones(unchecked, dtype
     with pytest.raises(ValueError) as caught:
         TINY.kv_bytes_per_token(dtype)
     assert str(caught.value) == (
-        f"dtype must be one of 'float32', 'bfloat16', 'float16'; got {dtype!r}. Set "
-        "dtype='float32' or another of these."
+        "dtype must be one of 'float32', 'bfloat16', 'float16', 'fp8'; got "
+        f"{dtype!r}. Set dtype='float32' or another of these."
     )
 
 

@@ -240,7 +240,7 @@ def test_an_empty_cache_and_another_dtype_are_refused():
     )
     assert refused(lambda: LatentCache(TINY, 1, 4, dtype=torch.int8)) == (
         "dtype must be a cache dtype; got torch.int8. "
-        "Use one of torch.bfloat16, torch.float16, torch.float32."
+        "Use one of torch.bfloat16, torch.float16, torch.float32, 'fp8'."
     )
 
 

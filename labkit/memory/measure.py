@@ -12,6 +12,7 @@ this has not been run.
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from torch.optim import optimizer as optimizer_hooks
 from torch.utils._pytree import tree_leaves
 
 from labkit.memory.allocations import AllocationCount, Event
+from labkit.memory.allocator import allocator_peaks
 from labkit.memory.report import Instant, MemoryReport
 
 BEFORE_FORWARD = "before forward"
@@ -62,7 +64,8 @@ def measure(
     among the temporaries, and so does whatever else has no part of its own.
 
     The batch is the caller's: what was made before the first module runs is no
-    activation.
+    activation. Where the weights are on a GPU, `report.allocator` has what its
+    allocator held meanwhile.
 
     Args:
         step: does one step, or a part of one, with this model.
@@ -78,9 +81,10 @@ def measure(
     if optimizer is not None:
         watch.take_optimizer(optimizer)
     try:
-        with watch.watching():
+        with allocator_peaks(watch.device) as peaks, watch.watching():
             step()
-        return report_of(watch)
+            of_allocator = peaks()
+        return replace(report_of(watch), allocator=of_allocator)
     finally:
         watch.close()
 
@@ -119,6 +123,11 @@ class StepWatch(AllocationCount):
         """Storages of the parts that come and go: logits, dispatch, communication."""
         self._take([*self.parameters, *model.buffers()], "weights")
         self._take([p.grad for p in self.parameters if p.grad is not None], "gradients")
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are; a CPU if there are none."""
+        return self.parameters[0].device if self.parameters else torch.device("cpu")
 
     def _take(self, tensors: Iterable[Shaped[Tensor, "..."]], part: str) -> None:
         for tensor in tensors:

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from labkit.memory.allocator import AllocatorPeaks
+
 PERSISTENT = ("weights", "master", "gradients", "moments")
 """Parts that last from step to step."""
 
@@ -65,6 +67,9 @@ class MemoryReport:
 
     by_stage: tuple["MemoryReport", ...] = ()
     """A report for each pipeline stage; empty when there is one only."""
+
+    allocator: AllocatorPeaks | None = None
+    """What a GPU's allocator held in a measured step; None elsewhere."""
 
     def __post_init__(self) -> None:
         if not self.timeline:

@@ -104,22 +104,27 @@ class AllocationCount(TorchDispatchMode):
     def number_of(self, tensor: Shaped[Tensor, "..."]) -> int | None:
         """Return the number of the storage that a tensor views; None if not counted.
 
+        A sparse one views that of its values.
+
         >>> with AllocationCount() as count:
         ...     rows = torch.zeros(4, 2)
         >>> count.number_of(rows[1]), count.number_of(torch.zeros(1))
         (1, None)
         """
-        return self._known.get(_address(tensor.untyped_storage()))
+        return next(map(self._number, reversed(_with_storages(tensor))), None)
 
     def adopt(self, tensor: Shaped[Tensor, "..."]) -> int:
         """Count a storage that was there before, from now on; return its number.
 
         The number is 0 where there is no byte to count.
         """
-        storage = tensor.untyped_storage()
-        if _address(storage) not in self._known:
-            self._note(storage)
-        return self._known.get(_address(storage), 0)
+        for part in _with_storages(tensor):
+            if self._number(part) is None:
+                self._note(part.untyped_storage())
+        return self.number_of(tensor) or 0
+
+    def _number(self, tensor: Shaped[Tensor, "..."]) -> int | None:
+        return self._known.get(_address(tensor.untyped_storage()))
 
     def close(self) -> None:
         """Stop counting the ends of storages, and let go of what was counted.
@@ -158,11 +163,24 @@ def _tensors(values: Sequence[object]) -> list[Shaped[Tensor, "..."]]:
     """Return an operator's tensors, which stand alone or in a list."""
     tensors = []
     for value in values:
-        if isinstance(value, Tensor):
-            tensors.append(value)
-        elif isinstance(value, tuple | list):
-            tensors += [item for item in value if isinstance(item, Tensor)]
+        for item in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(item, Tensor):
+                tensors += _with_storages(item)
     return tensors
+
+
+def _with_storages(tensor: Shaped[Tensor, "..."]) -> list[Shaped[Tensor, "..."]]:
+    """Return the tensors that a sparse one consists of, its values last."""
+    match tensor.layout:
+        case torch.strided:
+            return [tensor]
+        case torch.sparse_coo:
+            return [tensor._indices(), tensor._values()]
+        case torch.sparse_csr | torch.sparse_bsr:
+            return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+        case torch.sparse_csc | torch.sparse_bsc:
+            return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return []  # of a library that does not show them
 
 
 def _address(storage: torch.UntypedStorage) -> int:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from labkit.memory import AllocationCount, Event
+from labkit.memory import AllocationCount, Event, measure
 from labkit.memory.births import BirthCount
 from labkit.memory.measure import StepWatch
 
@@ -109,3 +109,31 @@ def test_a_closed_count_does_not_live_as_long_as_what_it_counted():
 
     assert alive() is None
     assert rows.sum() == 0
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CS.* tensor support is in beta")
+@pytest.mark.parametrize(
+    ("make", "n_bytes"),
+    [
+        (torch.Tensor.to_sparse, 3 * (2 * 8 + 4)),
+        (torch.Tensor.to_sparse_csr, 4 * 8 + 3 * (8 + 4)),
+        (torch.Tensor.to_sparse_csc, 4 * 8 + 3 * (8 + 4)),
+    ],
+)
+def test_a_sparse_tensor_counts_as_what_it_consists_of(make, n_bytes):
+    given = make(torch.eye(3))
+    with AllocationCount() as count:
+        sparse = given.clone()
+    assert count.live_bytes == n_bytes
+    assert count.number_of(sparse) == count.adopt(sparse) is not None
+    del sparse
+    assert count.live_bytes == 0
+
+
+def test_rows_that_gradients_of_an_embedding_consist_of_are_gradients():
+    embed = nn.Embedding(100, 8, sparse=True)
+    tokens = torch.tensor([1, 2])
+
+    report = measure(lambda: embed(tokens).sum().backward(), embed)
+
+    assert report.by_part["gradients"] == 2 * 8 * 4

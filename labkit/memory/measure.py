@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules import module as module_hooks
 from torch.optim import optimizer as optimizer_hooks
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
 from labkit.memory.allocations import AllocationCount, Event
@@ -157,18 +158,21 @@ class StepWatch(AllocationCount):
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Count, and be told of modules, optimizers, gradients and what is kept."""
+        here = self._only_here
         handles = [
-            module_hooks.register_module_forward_pre_hook(self._enter_module),
+            module_hooks.register_module_forward_pre_hook(here(self._enter_module)),
             module_hooks.register_module_forward_hook(
-                self._leave_module, always_call=True
+                here(self._leave_module), always_call=True
             ),
-            optimizer_hooks.register_optimizer_step_pre_hook(self._enter_optimizer),
-            optimizer_hooks.register_optimizer_step_post_hook(self._leave_optimizer),
+            optimizer_hooks.register_optimizer_step_pre_hook(
+                here(self._enter_optimizer)
+            ),
+            optimizer_hooks.register_optimizer_step_post_hook(
+                here(self._leave_optimizer)
+            ),
         ]
         handles += [
-            parameter.register_post_accumulate_grad_hook(
-                lambda owner: self._take([owner.grad], "gradients")
-            )
+            parameter.register_post_accumulate_grad_hook(here(self._take_gradient))
             for parameter in self.parameters
             if parameter.requires_grad
         ]
@@ -179,6 +183,21 @@ class StepWatch(AllocationCount):
         finally:
             for handle in handles:
                 handle.remove()
+
+    def _only_here(self, hook: Callable[..., None]) -> Callable[..., None]:
+        """Return the hook, deaf to what other threads do: hooks are those of all.
+
+        Autograd's own threads are no others, for they take on the caller's modes.
+        """
+
+        def heard(*args: object) -> None:
+            if self in _get_current_dispatch_mode_stack():
+                hook(*args)
+
+        return heard
+
+    def _take_gradient(self, owner: Shaped[Tensor, "..."]) -> None:
+        self._take([owner.grad], "gradients")
 
     @property
     def _running(self) -> str:

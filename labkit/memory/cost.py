@@ -90,7 +90,8 @@ def recompute_cost(  # noqa: PLR0913, as `predict`
         balance: FLOPs that the device computes while it moves a byte, as
             `Roofline.ridge` of a machine that was measured; None takes the data
             sheet's, or `CPU_BALANCE`.
-        **as_predict: as for `predict`; what decides no time is not read.
+        **as_predict: as for `predict`; of these, what decides no time changes nothing,
+            and `load` neither: experts are timed as if routing were even.
 
     >>> from labkit.config import PRESETS
     >>> small, train = PRESETS["small"], TrainConfig(micro_batch=4)
@@ -100,6 +101,9 @@ def recompute_cost(  # noqa: PLR0913, as `predict`
     Raises:
         ValueError: as `predict`, or a balance that is not above 0.
     """
+    require_known(as_predict)
+    # What it refuses costs nothing that could be said.
+    predict(cfg, train, layout, device, recompute=recompute, **as_predict)
     times = step_times(cfg, train, layout, device, balance=balance, **as_predict)
     policies = block_policies(recompute, cfg.n_layers + cfg.n_mtp)
     return times.cost(policies)
@@ -202,9 +206,17 @@ SPLIT = ("schedule", "layers_per_stage")
 
 
 def split_of(layout: Layout, as_predict: Mapping[str, object]) -> dict[str, object]:
-    """Return the arguments of `predict` for `stage_layers`, if there are several."""
-    names = SPLIT if layout.pp > 1 else ()
+    """Return the arguments of `predict` for `stage_layers`; one has no schedule."""
+    names = SPLIT if layout.pp > 1 else ("layers_per_stage",)
     return {name: as_predict[name] for name in names if name in as_predict}
+
+
+def require_known(as_predict: Iterable[str]) -> None:
+    """Raise TypeError for names of arguments that `predict` does not have."""
+    known = signature(predict).parameters
+    for name in as_predict:
+        if name not in known:
+            raise TypeError(f"predict() has no keyword argument {name!r}")
 
 
 def planned_pass(
@@ -219,10 +231,7 @@ def planned_pass(
     Raises:
         TypeError: an argument that `predict` does not have.
     """
-    known = signature(predict).parameters
-    for name in as_predict:
-        if name not in known:
-            raise TypeError(f"predict() has no keyword argument {name!r}")
+    require_known(as_predict)
     states = as_predict.get("states", STATES["trainer"])
     step = rank_pass(cfg, train, layout, device, states=states)
     step = replace(step, cached=as_predict.get("cached", step.cached))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from labkit.config import PRESETS, GQAConfig, Layout, TrainConfig
+from labkit.config import PRESETS, GQAConfig, Layout, MTPConfig, TrainConfig
 from labkit.memory.cost import (
     BLOCK_POLICIES,
     CPU_BALANCE,
@@ -15,6 +15,7 @@ from labkit.memory.cost import (
     step_times,
 )
 from labkit.memory.persistent import STATES
+from labkit.memory.predict import predict
 from labkit.memory.recompute import (
     RECOMPUTE_POLICIES,
     apply_recompute,
@@ -164,15 +165,12 @@ def test_a_devices_balance_is_its_data_sheets_rate_over_its_bandwidth():
 
 
 def test_arguments_of_predict_that_decide_no_time_change_nothing(sparse):
-    plain = recompute_cost(sparse, TRAIN, "full", states=STATES["deepseek-v3"])
+    def cost(**options):
+        layout, states = Layout(dp=2, ep=2), STATES["deepseek-v3"]
+        return recompute_cost(sparse, TRAIN, "full", layout, states=states, **options)
 
-    assert plain == recompute_cost(
-        sparse, TRAIN, "full", states=STATES["deepseek-v3"], cached="fp8"
-    )
-    busy = recompute_cost(
-        sparse, TRAIN, "full", states=STATES["deepseek-v3"], imbalance=3.0
-    )
-    assert busy != plain
+    assert cost(cached="fp8") == cost()
+    assert cost(imbalance=2.0) != cost()
 
 
 def test_every_block_policy_has_a_price(small_models):
@@ -188,6 +186,37 @@ def test_a_balance_must_be_above_zero(dense):
     assert str(error.value) == (
         "balance must be above 0 and finite; got 0.0. Set balance to a number above 0."
     )
+
+
+@pytest.mark.parametrize(
+    ("policy", "train", "options"),
+    [
+        ("moe", TRAIN, {}),
+        ("full", TRAIN, {"schedule": "2f2b"}),
+        ("full", TRAIN, {"layers_per_stage": [1]}),
+        ("full", TRAIN, {"layout": Layout(dp=2), "load": [[1]]}),
+        ("full", TRAIN, {"load": 7}),
+        ("full", TRAIN, {"cached": "fp8"}),
+        ("full", replace(TRAIN, seq_len=1), {}),
+    ],
+)
+@pytest.mark.usefixtures("unchecked")
+def test_what_predict_refuses_has_no_cost_either(dense, policy, train, options):
+    cfg = replace(dense, mtp=MTPConfig())
+    refused = pytest.raises((ValueError, TypeError))
+    with refused as expected:
+        predict(cfg, train, recompute=policy, **options)
+    with refused as error:
+        recompute_cost(cfg, train, policy, **options)
+
+    assert (error.type, str(error.value)) == (expected.type, str(expected.value))
+
+
+def test_a_split_of_layers_is_read_also_where_one_rank_has_all(dense):
+    with pytest.raises(
+        ValueError, match=r"sum to n_layers=2; got 1 numbers .* sum to 9"
+    ):
+        step_times(dense, TRAIN, layers_per_stage=[9])
 
 
 def test_a_misspelt_argument_is_refused(dense):

@@ -41,16 +41,21 @@ def budget(  # noqa: PLR0913, as `predict`
         layout: degrees of parallelism; None is one rank alone.
         device: as for `predict`.
         balance: as for `recompute_cost`.
-        **as_predict: as for `predict`.
+        **as_predict: as for `predict`, but for `recompute`.
 
     >>> from labkit.config import PRESETS
     >>> budget(70 * 2**20, PRESETS["tiny"], TrainConfig(micro_batch=4))
     ('selective', 'none', 'selective', 'selective', 'none')
 
     Raises:
-        ValueError: no mixture needs so little, or as `predict`.
+        ValueError: no mixture needs so little, recompute is given, or as `predict`.
     """
     require_whole({"n_bytes": n_bytes})
+    if "recompute" in as_predict:
+        raise ValueError(
+            "budget chooses recompute itself, for each block; got "
+            f"recompute={as_predict['recompute']!r}. Leave it out."
+        )
     step = Step(cfg, train, layout or Layout(), device, as_predict)
     if step.report(step.plain).peak <= n_bytes:
         return step.plain

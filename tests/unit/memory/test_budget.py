@@ -225,6 +225,16 @@ def test_a_budget_is_a_whole_number():
     )
 
 
+def test_recompute_is_no_argument_but_the_answer():
+    with pytest.raises(ValueError) as error:
+        budget(2**30, SPARSE, TRAIN, recompute="full")
+
+    assert str(error.value) == (
+        "budget chooses recompute itself, for each block; got recompute='full'. "
+        "Leave it out."
+    )
+
+
 def test_what_runs_again_depends_on_what_a_byte_costs():
     cfg, train, _ = STEPS["grouped-query"]
     least, most = (peak(cfg, train, x, {}) for x in ("full", "none"))

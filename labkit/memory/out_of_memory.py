@@ -10,7 +10,6 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +20,7 @@ from labkit.config import TrainConfig
 from labkit.config.checks import require_instance, require_whole
 from labkit.hardware.units import memory
 from labkit.hardware.usage import reachable_memory
+from labkit.memory.cost import require_known
 from labkit.memory.measure import (
     BACKWARD,
     BEFORE_FORWARD,
@@ -107,7 +107,7 @@ def memory_guard(
         limit: bytes of tensors that may live at once, the model's included. An
             operator that passes it ends the step, unless weights have been changed
             already: then the step is done first. None is no limit.
-        kinds: of remedies, as for `remedies`.
+        kinds: of remedies, as for `remedies`; what fits is told of these alone.
         **as_predict: as for `predict`; the model's policies of recompute and the dtype
             of its weights are known.
 
@@ -131,7 +131,7 @@ def memory_guard(
     if limit is not None:
         require_whole({"limit": limit})
     require_kinds(kinds)
-    _require_known(as_predict)
+    require_known(as_predict)
     guard = _Guard(model, train, as_predict, tuple(kinds), limit)
     watch = None if limit is None else _LimitWatch(model, optimizer, limit)
     try:
@@ -149,12 +149,6 @@ def memory_guard(
             watch.close()
     if watch is not None and watch.stop is not None:
         raise guard.answer(watch.stop)
-
-
-def _require_known(as_predict: Mapping[str, object]) -> None:
-    """Raise TypeError for what `predict` would only refuse once memory has run out."""
-    for name in as_predict.keys() - signature(predict).parameters.keys():
-        raise TypeError(f"predict() has no keyword argument {name!r}")
 
 
 class _Stop(NamedTuple):
@@ -320,7 +314,8 @@ class _Guard(NamedTuple):
         if predicted.peak * (1 + UNCERTAINTY) <= capacity:
             helps = [f"{needs}, and would fit: look for what else holds memory"]
         else:
-            helps = [needs, _what_fits(self.train, fit), *_what_helps(found)]
+            fits = _what_fits(self.train, fit, self.kinds)
+            helps = [needs, *fits, *_what_helps(found)]
         lived = _what_lived(stop, stop.report or predicted)
         return OutOfMemory(
             "\n".join([_headline(stop), *lived, *helps, _what_is_left(stop)]),
@@ -353,13 +348,16 @@ def _largest(sizes: Mapping[str, int], n: int | None = None) -> str:
     return ", ".join(f"{name} {memory(n_bytes)}" for name, n_bytes in ordered)
 
 
-def _what_fits(train: TrainConfig, fit: Fit) -> str:
-    beside = f"with seq_len={train.seq_len}", f"with micro_batch={train.micro_batch}"
-    micro_batch, seq_len = (
-        f"no {name}" if value is None else f"{name}={value}"
-        for name, value in fit._asdict().items()
-    )
-    return f"what fits: {micro_batch} {beside[0]}; {seq_len} {beside[1]}"
+def _what_fits(train: TrainConfig, fit: Fit, kinds: Sequence[str]) -> Iterator[str]:
+    """Yield the most that fits of what may be changed, if anything may."""
+    found = []
+    for name, other in (("micro_batch", "seq_len"), ("seq_len", "micro_batch")):
+        if name in kinds:
+            value = getattr(fit, name)
+            most = f"no {name}" if value is None else f"{name}={value}"
+            found.append(f"{most} with {other}={getattr(train, other)}")
+    if found:
+        yield f"what fits: {'; '.join(found)}"
 
 
 def _what_helps(found: Sequence[Remedy]) -> Iterator[str]:

@@ -355,6 +355,14 @@ def test_a_limit_below_the_weights_says_that_nothing_fits(model):
     assert "(too much)" in text
 
 
+def test_what_fits_is_told_of_what_may_be_changed_alone(model):
+    step = steps(model)
+    text = str(out_of_memory(model, step, limit=2 * MIB, kinds=("recompute",)))
+    assert "what fits" not in text
+    text = str(out_of_memory(model, step, limit=2 * MIB, kinds=("seq_len",)))
+    assert re.search(r"what fits: seq_len=\d+ with micro_batch=4\n", text)
+
+
 def test_a_limit_of_no_byte_is_refused(model):
     rule = "limit must be a whole number of at least 1"
     with pytest.raises(ValueError, match=rule), memory_guard(model, TRAIN, limit=0):

@@ -147,6 +147,7 @@ def test_a_run_that_is_resumed_may_have_a_limit_and_only_recompute_helps(
         resumed.run(1, progress=False)
     (remedy,) = caught.value.remedies
     assert remedy.arguments.keys() == {"recompute"} and remedy.fits
+    assert "what fits" not in str(caught.value)  # without another recipe
     apply_recompute(resumed.model, remedy.arguments["recompute"])
     assert len(resumed.run(2, progress=False)) == 2
 

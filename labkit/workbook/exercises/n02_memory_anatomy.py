@@ -84,9 +84,15 @@ def most_gigabytes(plan: Mapping[str, Any]) -> float:
     return (report.peak + overheads(report, plan["layout"], CARD).high) / 1e9
 
 
-def n_cards(plan: Mapping[str, Any]) -> int:
-    """Return the cards that the plan takes."""
-    return plan["layout"].n_ranks
+def n_cards(plan: object) -> int:
+    """Return the cards that the plan takes; refuse what is no plan."""
+    layout = plan.get("layout") if isinstance(plan, Mapping) else None
+    if not isinstance(layout, Layout):
+        raise ValueError(
+            "a plan must be a dict with a Layout in it; got "
+            f"{plan!r}. Give dict(layout=Layout(pp=…, dp=…, ep=…), zero=…)."
+        )
+    return layout.n_ranks
 
 
 EXERCISES = (
@@ -193,7 +199,7 @@ EXERCISES = (
             ),
         ),
         hints=(
-            "Do activations and gradients of the second case ever live together?",
+            "Are activations and gradients ever at their most in the same instant?",
             "Add up within an instant first, then compare instants.",
             "`max(sum(…) for instant in timeline)`",
         ),

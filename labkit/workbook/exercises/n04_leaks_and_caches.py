@@ -4,15 +4,15 @@ A check makes a small run with the answer as its step, and looks at it with `Lea
 nothing may grow, and it must learn and note what it did before.
 """
 
-import torch
-import torch.nn.functional as F
-from jaxtyping import Float, Int
-from torch import Tensor
-
-from labkit.training.windows import Batch
 from labkit.workbook.exercises import wrong_turns
+from labkit.workbook.exercises.mended_runs import (
+    answer,
+    step_of_micro_batches,
+    step_with_held_out_loss,
+    step_with_hook,
+    step_with_report,
+)
 from labkit.workbook.exercises.sick_runs import (
-    Run,
     drift,
     growth,
     is_reused,
@@ -21,76 +21,11 @@ from labkit.workbook.exercises.sick_runs import (
     n_noted,
     n_right_answers,
     n_true_reports,
+    noted_drift,
     peak_growth,
     room_after,
 )
 from labkit.workbook.exercises.spec import Case, Exercise, Misconception
-
-
-def step_with_held_out_loss(run: Run, batch: Batch) -> float:
-    """Learn from a batch, and note the loss on held-out text as a number."""
-    loss = run.model.loss(batch.tokens, batch.targets).total
-    loss.backward()
-    run.optimizer.step()
-    run.optimizer.zero_grad()
-    with torch.no_grad():
-        held_out = run.model.loss(run.held_out.tokens, run.held_out.targets).total
-    run.history.append(held_out.item())
-    return loss.item()
-
-
-def step_with_hook(run: Run, batch: Batch) -> float:
-    """Learn from a batch, with a hook for as long as the forward pass."""
-
-    def note(
-        module: torch.nn.Module, args: object, out: Float[Tensor, "b s d"]
-    ) -> None:
-        run.history.append(out.abs().max().item())
-
-    handle = run.model.norm.register_forward_hook(note)
-    loss = run.model.loss(batch.tokens, batch.targets).total
-    handle.remove()
-    loss.backward()
-    run.optimizer.step()
-    run.optimizer.zero_grad()
-    return loss.item()
-
-
-def step_of_micro_batches(run: Run, batches: list[Batch]) -> float:
-    """Learn from several micro-batches, each with its own backward."""
-    n_tokens = sum(batch.n_targets for batch in batches)
-    total = 0.0
-    for batch in batches:
-        loss = run.model.loss(batch.tokens, batch.targets, n_tokens=n_tokens).total
-        loss.backward()
-        total += loss.item()
-    run.optimizer.step()
-    run.optimizer.zero_grad()
-    return total
-
-
-def step_with_report(run: Run, batch: Batch) -> float:
-    """Learn from a batch; the report that is put off captures a number."""
-    logits = run.model(batch.tokens)
-    loss = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten())
-    loss.backward()
-    run.optimizer.step()
-    run.optimizer.zero_grad()
-    expected = logits[0, -1].argmax().item()
-    run.reports.append(lambda: f"expects token {expected}")
-    return loss.item()
-
-
-def answer(run: Run, tokens: Int[Tensor, "1 s"]) -> list[int]:
-    """Read a prompt and write four tokens, with a cache that starts anew at 0."""
-    run.cache.rewind(0)
-    answer = []
-    for _ in range(4):
-        with torch.inference_mode():
-            tokens = run.model(tokens, run.cache)[:, -1:].argmax(-1)
-        answer.append(tokens.item())
-    return answer
-
 
 EXERCISES = (
     Exercise(
@@ -149,6 +84,11 @@ EXERCISES = (
                 measure=lambda step: drift(step, step_with_held_out_loss),
                 at_most=1e-6,
             ),
+            Case(
+                given="the difference from the losses it noted before",
+                measure=lambda step: noted_drift(step, step_with_held_out_loss),
+                at_most=1e-6,
+            ),
         ),
         misconceptions=(
             Misconception(
@@ -160,6 +100,10 @@ EXERCISES = (
                 wrong_turns.keep_tensors,
                 "the graph is gone, and a tensor is left for each step: `.item()` "
                 "keeps a number",
+            ),
+            Misconception(
+                wrong_turns.note_the_training_loss,
+                "that is the loss on the batch; the one on held-out text was noted",
             ),
             Misconception(
                 wrong_turns.keep_the_last_only,
@@ -209,6 +153,11 @@ EXERCISES = (
             Case(
                 given="the difference from how it trained before",
                 measure=lambda step: drift(step, step_with_hook),
+                at_most=1e-6,
+            ),
+            Case(
+                given="the difference from the values it noted before",
+                measure=lambda step: noted_drift(step, step_with_hook),
                 at_most=1e-6,
             ),
         ),
@@ -372,7 +321,8 @@ EXERCISES = (
         misconceptions=(
             Misconception(
                 wrong_turns.empty_cuda_cache,
-                "that hands back memory which is free already: this cache is held",
+                "the cache goes on where the last conversation ended; CUDA's "
+                "`empty_cache` hands back only what nobody holds",
             ),
             Misconception(
                 wrong_turns.write_zeros,
@@ -385,6 +335,10 @@ EXERCISES = (
             Misconception(
                 wrong_turns.new_cache,
                 "right answers, at the price of a new cache for every prompt",
+            ),
+            Misconception(
+                wrong_turns.use_no_cache,
+                "right answers, with every token computed again for each that follows",
             ),
         ),
         hints=(

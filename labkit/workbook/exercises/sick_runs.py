@@ -126,6 +126,15 @@ def n_noted(step: Step) -> int:
     return len(finished(step).history)
 
 
+def noted_drift(step: Step, reference: Step) -> float:
+    """Return how far the numbers that ten steps note are from those of another way."""
+    noted, right = (
+        [torch.as_tensor(number).detach().item() for number in finished(each).history]
+        for each in (step, reference)
+    )
+    return max((abs(a - b) for a, b in zip(noted, right, strict=False)), default=0.0)
+
+
 def drift(step: Step, reference: Step, given: Callable[[int], object] = batch) -> float:
     """Return how far the last of ten losses is from that of another way to train."""
     run, other = new_run(), new_run()
@@ -175,12 +184,14 @@ def n_right_answers(answer: Step) -> int:
 
 
 def is_reused(answer: Step) -> str:
-    """Return whether a run ends with the cache that it began with."""
+    """Return whether a run ends with its first cache, and wrote into it."""
     run = new_run()
     first = run.cache
     for number in range(N_STEPS):
         answer(run, prompt(number))
-    return "the same" if run.cache is first else "another"
+    if run.cache is not first:
+        return "another"
+    return "the same" if first.entries.any() else "not used"
 
 
 @torch.inference_mode()

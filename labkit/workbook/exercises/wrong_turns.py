@@ -42,6 +42,13 @@ def keep_the_last_only(run: Run, batch: Batch) -> float:
     return loss
 
 
+def note_the_training_loss(run: Run, batch: Batch) -> float:
+    """Note the loss that is at hand."""
+    loss = _learn(run, run.model.loss(batch.tokens, batch.targets).total)
+    run.history.append(loss)
+    return loss
+
+
 def keep_tensors(run: Run, batch: Batch) -> float:
     """Keep a tensor without its graph for each step."""
     loss = _learn(run, run.model.loss(batch.tokens, batch.targets).total)
@@ -191,6 +198,17 @@ def forget_the_answer(run: Run, tokens: Int[Tensor, "1 s"]) -> list[int]:
     (held,) = run.cache.lengths
     answer = _write_on(run, tokens)
     run.cache.rewind(held + tokens.shape[1])
+    return answer
+
+
+@torch.inference_mode()
+def use_no_cache(run: Run, tokens: Int[Tensor, "1 s"]) -> list[int]:
+    """Compute all tokens again for each that follows."""
+    answer = []
+    for _ in range(4):
+        following = run.model(tokens)[:, -1:].argmax(-1)
+        answer.append(following.item())
+        tokens = torch.cat([tokens, following], dim=1)
     return answer
 
 

@@ -133,7 +133,7 @@ def describe(**plan: str | int) -> str:
         return f"{start}are used up within the first one."
     last = f"{start}last {_count(left)}"
     if left < N_STEPS:
-        return f"{last}. DeepSeek-V3 trained for {N_STEPS:,}."
+        return f"{last}. DeepSeek-V3 trained for {N_STEPS:,} steps."
     return (
         f"{last}, {spell(left / N_STEPS)} times the {N_STEPS:,} of DeepSeek-V3: memory "
         "grows, and no run of that length notices."

@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 
-from labkit.workbook.exercises import find, grade, sick_runs
+from labkit.workbook.exercises import find, grade, sick_runs, wrong_turns
 from labkit.workbook.exercises.sick_runs import batch, new_run, what_grows
 
 
@@ -66,6 +66,26 @@ def test_a_number_taken_without_no_grad_is_right_as_well():
     )
 
     assert grade(find("held_out_loss"), step).mark == "✓"
+
+
+def test_another_number_than_the_one_that_was_noted_is_not_right():
+    def step(run, given):
+        loss = run.model.loss(given.tokens, given.targets).total
+        loss.backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        run.history.append(loss.item())
+        return loss.item()
+
+    for name, what in [("held_out_loss", "losses"), ("growing_hooks", "values")]:
+        line = grade(find(name), step).line
+        assert line.startswith(f"✗ for the difference from the {what} it noted before")
+
+
+def test_an_answer_without_the_cache_is_told_that_it_is_not_used():
+    line = grade(find("cache_that_is_not_reused"), wrong_turns.use_no_cache).line
+
+    assert line.startswith("✗ for the cache: you gave 'not used', expected 'the same'")
 
 
 def test_a_hook_that_is_registered_once_is_right_as_well():

@@ -72,7 +72,7 @@ def test_sentences_tell_what_fails_at_once_from_what_never_matters():
     metrics = plan(fault=leak_watch.METRICS)
     assert "no run of that length notices" in leak_watch.describe(**metrics)
     cache = plan(fault=leak_watch.CACHE)
-    assert leak_watch.describe(**cache).endswith("DeepSeek-V3 trained for 235,240.")
+    assert leak_watch.describe(**cache).endswith("trained for 235,240 steps.")
 
 
 @pytest.mark.usefixtures("unchecked")

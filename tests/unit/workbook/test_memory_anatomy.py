@@ -5,6 +5,7 @@ import pytest
 from labkit.config import PRESETS, TrainConfig
 from labkit.memory import STATES, Instant, MemoryReport, predict
 from labkit.workbook import memory
+from labkit.workbook.exercises import find, grade
 
 
 @pytest.mark.parametrize("name", list(STATES))
@@ -51,3 +52,11 @@ def test_an_instant_is_found_by_its_name_and_its_parts_in_order():
         ("weights", 1),
         ("activations", 3),
     ]
+
+
+@pytest.mark.parametrize("plan", [{}, {"pp": 16, "dp": 16}, "pp=16"])
+def test_what_is_no_plan_for_the_cards_is_told_what_one_looks_like(plan):
+    line = grade(find("v3_on_few_cards"), plan).line
+
+    assert "a plan must be a dict with a Layout in it; got" in line
+    assert "Give dict(layout=Layout(pp=…, dp=…, ep=…), zero=…)." in line

@@ -6,7 +6,7 @@ Choosing a model sets its micro-batch and its sequence.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -161,6 +161,12 @@ class RecomputePlan:
         return MACHINES[self.model]
 
     @property
+    def cfg(self) -> ModelConfig:
+        """The machine's model, built for sequences as long as the chosen ones."""
+        cfg = self.machine.cfg
+        return replace(cfg, max_seq_len=max(cfg.max_seq_len, self.seq_len))
+
+    @property
     def recipe(self) -> TrainConfig:
         return self.machine.recipe(self.micro_batch, self.seq_len)
 
@@ -189,7 +195,7 @@ class RecomputePlan:
         """Return the times of a step's parts."""
         machine = self.machine
         return step_times(
-            machine.cfg,
+            self.cfg,
             self.recipe,
             machine.layout,
             machine.device,
@@ -211,7 +217,7 @@ class RecomputePlan:
         """Return the bytes of the fullest rank under these policies."""
         machine = self.machine
         return predict(
-            machine.cfg,
+            self.cfg,
             self.recipe,
             machine.layout,
             machine.device,
@@ -341,7 +347,8 @@ def _blocks(plan: RecomputePlan) -> str:
     elif plan.is_fp8:
         size += ", no FP8 copies in FP32 training"
     if plan.k == 1:
-        return f"“{what}” in all {n} blocks, {size}"
+        others = "" if plan.others == "nothing" else " (there are no others)"
+        return f"“{what}” in all {n} blocks{others}, {size}"
     first = -(-n // plan.k)
     return f"“{what}” in {first} blocks, “{OTHERS[plan.others]}” in {n - first}, {size}"
 
@@ -355,23 +362,24 @@ def _title(plan: RecomputePlan, price: Price, none: Price) -> str:
 
 
 def _fit(plan: RecomputePlan, price: Price, fixed: Mapping[str, Price]) -> str:
-    """Return whether it fits a GPU, and what would if it does not."""
+    """Return whether it stays below a GPU's memory, and what would if it does not."""
     if plan.capacity is None:
         return ""
     card = f"an H800 ({_size(plan, plan.capacity)})"
     if price.peak <= plan.capacity:
-        return f"It fits {card}."
+        free = _size(plan, plan.capacity - price.peak)
+        return f"That leaves {free} of {card} to what is not predicted."
     fitting = {name: each for name, each in fixed.items() if each.peak <= plan.capacity}
     over = _size(plan, price.peak - plan.capacity)
     if not fitting:
         return (
-            f"That is {over} more than {card}, and no policy fits: shorten the "
-            "sequence or lower the micro-batch."
+            f"That is {over} more than {card}, and no policy saves enough: shorten "
+            "the sequence or lower the micro-batch."
         )
     name = min(fitting, key=lambda name: fitting[name].time)
     return (
-        f"That is {over} more than {card}; “{name}” would fit for "
-        f"{100 * fitting[name].time:.1f} %."
+        f"That is {over} more than {card}; “{name}” would stay below it "
+        f"for {100 * fitting[name].time:.1f} %."
     )
 
 

@@ -93,17 +93,31 @@ def test_a_rank_that_does_not_fit_is_told_what_would():
     name = min(fitting, key=lambda name: fitting[name].time)
 
     assert price.peak > CAPACITY
-    assert f"more than an H800 (85.5 GB); “{name}” would fit for " in describe(START)
+    hint = f"more than an H800 (85.5 GB); “{name}” would stay below it for "
+    assert hint in describe(START)
 
 
-def test_a_rank_that_fits_is_said_to_fit():
-    assert "It fits an H800 (85.5 GB)." in describe(at(what="whole blocks"))
+def test_a_rank_below_the_limit_is_told_what_is_left_for_what_nobody_predicts():
+    _, fixed = RecomputePlan(**START).prices()
+    left = (CAPACITY - fixed["full"].peak) / 1e9
+    text = describe(at(what="whole blocks"))
+
+    assert (
+        f"leaves {left:.0f} GB of an H800 (85.5 GB) to what is not predicted." in text
+    )
 
 
 def test_where_nothing_fits_the_remedy_is_not_a_policy():
     text = describe(at(what="whole blocks", micro_batch=16, seq_len=32_768))
 
-    assert "no policy fits: shorten the sequence or lower the micro-batch." in text
+    remedy = "shorten the sequence or lower the micro-batch."
+    assert f"no policy saves enough: {remedy}" in text
+
+
+def test_where_all_blocks_are_chosen_a_policy_for_the_others_is_said_to_be_of_none():
+    assert describe(START | {"others": "attention"}).startswith(
+        "“selective” in all 62 blocks (there are no others), 1 × 4,096 tokens"
+    )
 
 
 def test_a_choice_that_is_beaten_in_both_is_told_by_what():

@@ -25,6 +25,13 @@ def test_the_shortest_time_counts():
     assert 0.001 <= seconds["wait"] < 0.05
 
 
+def test_the_clock_may_be_another_than_the_wall_s():
+    ticks = iter([0, 9, 10, 13])  # the warm-up is not timed
+    seconds = fastest({"work": int}, n_rounds=2, clock=lambda: next(ticks))
+
+    assert seconds == {"work": 3}
+
+
 def test_threads_are_set_for_the_runs_and_put_back_even_after_an_error():
     before = torch.get_num_threads()
     seen = []

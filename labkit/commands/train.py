@@ -74,12 +74,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "folder of text (default: Python's standard library)"
     new.add_argument("--corpus", metavar="DIR", help=text)
     new.add_argument("--out", metavar="DIR", help="folder of the run, to be made")
-    new.add_argument("--steps", metavar="N", type=int, dest="n_steps")
+    text = "optimizer steps of the whole run"
+    new.add_argument("--steps", metavar="N", type=int, dest="n_steps", help=text)
     new.add_argument("--global-batch", metavar="N", type=int, help="sequences a step")
     new.add_argument("--micro-batch", metavar="N", type=int, help="sequences at once")
-    new.add_argument("--seq-len", metavar="N", type=int)
+    new.add_argument("--seq-len", metavar="N", type=int, help="tokens a sequence")
     new.add_argument("--lr", metavar="X", type=float, help="peak learning rate")
-    new.add_argument("--seed", metavar="N", type=int)
+    text = "of the weights and of the order of text"
+    new.add_argument("--seed", metavar="N", type=int, help=text)
     text = "dtype of matrix products; auto takes the faster one here"
     new.add_argument("--precision", choices=("fp32", "bf16", "auto"), help=text)
     parser.add_argument("--resume", metavar="DIR", help="go on with the run there")
@@ -102,7 +104,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memory-limit", metavar="SIZE", help=text)
     text = "measure the peak of this machine first, and report MFU"
     parser.add_argument("--mfu", action="store_true", help=text)
-    parser.add_argument("--tensorboard", action="store_true")
+    text = "write curves for TensorBoard too, if it is installed"
+    parser.add_argument("--tensorboard", action="store_true", help=text)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -102,7 +102,7 @@ def recompute_cost(  # noqa: PLR0913, as `predict`
         ValueError: as `predict`, or a balance that is not above 0.
     """
     require_known(as_predict)
-    # What it refuses costs nothing that could be said.
+    # For what it refuses: a step that cannot be predicted has no price.
     predict(cfg, train, layout, device, recompute=recompute, **as_predict)
     times = step_times(cfg, train, layout, device, balance=balance, **as_predict)
     policies = block_policies(recompute, cfg.n_layers + cfg.n_mtp)

@@ -4,6 +4,7 @@ The letters of shapes are those of `labkit.model`; r and c are rows and columns.
 """
 
 from labkit.precision.accumulate import fp22_mm
+from labkit.precision.convert import Conversion, ConversionRow, convert
 from labkit.precision.errors import QuantizationReport, quantization_error
 from labkit.precision.formats import FORMATS, Format
 from labkit.precision.linear import Fp8Linear, Fp8Recipe
@@ -21,6 +22,8 @@ __all__ = [
     "POLICIES",
     "Backend",
     "Choice",
+    "Conversion",
+    "ConversionRow",
     "Format",
     "Fp8Experts",
     "Fp8Linear",
@@ -34,6 +37,7 @@ __all__ = [
     "QuantizationReport",
     "Rule",
     "choose_backend",
+    "convert",
     "dequantize",
     "fp22_mm",
     "fp8_mm",

@@ -34,6 +34,15 @@ class _Held(NamedTuple):
     lasting: dict[str, int]
     gathered: Gathered
 
+    has_experts: bool
+    is_idle: bool
+    """Whether it has no part of the model, and so no use for a batch."""
+
+    @property
+    def gradients(self) -> int:
+        """Bytes of gradients, which a stage without weights does not have."""
+        return self.lasting.get("gradients", 0)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepReport:
@@ -76,7 +85,7 @@ class StepReport:
             has_buffer=self.has_buffer,
         )
         if self.has_buffer:
-            played["gradients"] = held.lasting["gradients"]
+            played["gradients"] = held.gradients
         logits = unkept_logits(cfg, step, layout)
         timeline = self._timeline(
             held,
@@ -119,7 +128,7 @@ class StepReport:
     ) -> MemoryReport:
         """Return the report of a rank, given micro-batches that each chunk keeps."""
         is_waiting = self.has_buffer or self.n_micro_batches > 1
-        gradients = held.lasting["gradients"] if is_waiting else 0
+        gradients = held.gradients if is_waiting else 0
         chunks = held.stage.chunks
         priced = [prices.of(chunk) for chunk in chunks]
         kept, played = at_once(priced, n_kept, gradients)
@@ -162,11 +171,13 @@ class StepReport:
         """
         lasting, gathered = held.lasting, held.gathered
         others = {part: n for part, n in lasting.items() if part != "gradients"}
-        batch = {"temporaries": batch_bytes(self.train, self.layout)}
+        n_batch = 0 if held.is_idle else batch_bytes(self.train, self.layout)
+        batch = {"temporaries": n_batch}
         outside = {"communication": gathered.outside}
-        sent = {"communication": sum(gathered) + self._sent_rows()}
+        rows = self._sent_rows() if held.has_experts else 0
+        sent = {"communication": sum(gathered) + rows}
         is_summed = self.layout.dp * self.layout.cp > 1 and not self.has_buffer
-        message = {"communication": lasting["gradients"] * is_summed}
+        message = {"communication": held.gradients * is_summed}
         start = lasting if self.has_buffer else others
         before = lasting if self.n_micro_batches > 1 else start
         end_of_forward, optimizer = _sums(before, batch, kept), _sums(lasting, batch)
@@ -205,11 +216,22 @@ def _by_stage(  # noqa: PLR0913, each decides alone
         cfg, layout, schedule=schedule, layers_per_stage=layers_per_stage
     )
     lasting = persistent_by_stage(cfg, layout, stages, states=states, zero=zero)
-    gathered = [
-        gathered_weights(cfg, layout, stage, states) if zero == 3 else Gathered()
-        for stage in stages
-    ]
-    return tuple(map(_Held, stages, lasting, gathered))
+    found = []
+    for stage, parts in zip(stages, lasting, strict=True):
+        gathered = Gathered()
+        if zero == 3:
+            gathered = gathered_weights(cfg, layout, stage, states)
+        contents = stage.contents(cfg)
+        found.append(
+            _Held(
+                stage,
+                parts,
+                gathered,
+                has_experts=contents.n_routers > 0,
+                is_idle=not any(contents),
+            )
+        )
+    return tuple(found)
 
 
 def _sums(first: Mapping[str, int], *others: Mapping[str, int]) -> dict[str, int]:

@@ -8,6 +8,7 @@ import torch
 from labkit.config import PRESETS, Layout, TrainConfig
 from labkit.memory import STATES, predict
 from labkit.memory.recompute import RECOMPUTE_POLICIES
+from labkit.memory.stages import SCHEDULES, V_SHAPED
 from labkit.model import Transformer
 
 TINY = PRESETS["tiny"]
@@ -98,3 +99,38 @@ def test_a_bf16_model_holds_no_copies_of_weights_that_run_again(policy, layout):
     forward, end = (last(report, name) for name in ("forward", "end of forward"))
 
     assert forward["temporaries"] == end["temporaries"]
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("states", ["trainer", "megatron"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_rank_without_layers_or_ends_holds_nothing(schedule, states, zero):
+    layout = Layout(pp=4, dp=2, ep=2, vpp=2 if schedule in V_SHAPED else 1)
+    split = [2] + [0] * (layout.pp * layout.vpp - 2) + [2]
+    report = predict(
+        TINY,
+        TRAIN,
+        layout,
+        schedule=schedule,
+        layers_per_stage=split,
+        states=STATES[states],
+        zero=zero,
+    )
+
+    assert [stage.peak > 0 for stage in report.by_stage] == [
+        True,
+        False,
+        False,
+        schedule not in V_SHAPED,
+    ]
+    assert report.by_stage[1].by_module == {}
+
+
+def test_a_rank_without_experts_sends_no_rows():
+    # All but the first of four layers have experts; the head's MTP module too.
+    first, second = predict(
+        TINY, TRAIN, Layout(pp=2, dp=2, ep=2), layers_per_stage=[1, 3], zero=2
+    ).by_stage
+
+    assert last(first, "forward").get("communication", 0) == 0
+    assert last(second, "forward")["communication"] > 0

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from labkit.config import ModelConfig
+from labkit.config import ModelConfig, MoEConfig
+from labkit.config.checks import require_whole
 from labkit.memory.fp8_tape import fp8_tape
 from labkit.memory.kept_attention import attention_tape, rotations
 from labkit.memory.kept_ffn import mlp_tape, moe_tape, padded_rows, padding_multiple
@@ -84,6 +85,47 @@ def _half(
     # The stream's gradient passes by all of them.
     narrowed = fp8_tape(ops) if step.cached == "fp8" else ops
     return [op.beside(x.n_bytes) for op in narrowed]
+
+
+def require_load(cfg: ModelConfig, step: Pass, load: Load) -> None:
+    """Raise ValueError unless the routers of a pass may have this load."""
+    depths = [0] * cfg.n_moe_layers
+    depths += range(1, cfg.n_mtp + 1) if cfg.moe is not None else ()
+    fix = "Give LossParts.load.tolist() of one micro-batch, or leave load out."
+    if not _is_sequence(load) or not all(map(_is_sequence, load)):
+        raise ValueError(
+            "load must list the tokens of each expert, a row per router; got a "
+            f"{type(load).__name__}. {fix}"
+        )
+    if len(load) != len(depths):
+        raise ValueError(
+            "load must have a row for each router of the model, MTP's last, which are "
+            f"{len(depths)}; got {len(load)}. {fix}"
+        )
+    for index, (row, depth) in enumerate(zip(load, depths, strict=True)):
+        _require_row(cfg.moe, step.n_tokens - depth * step.batch, f"load[{index}]", row)
+
+
+def _is_sequence(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)
+
+
+def _require_row(moe: MoEConfig, n_tokens: int, name: str, row: Sequence[int]) -> None:
+    """Raise ValueError unless tokens may be spread over experts like this."""
+    if len(row) != moe.n_routed_experts:
+        raise ValueError(
+            f"{name} must have a number for each of {moe.n_routed_experts} routed "
+            f"experts; got {len(row)}. Give that of each, 0 included."
+        )
+    require_whole({f"{name}[{index}]": n for index, n in enumerate(row)}, at_least=0)
+    most = n_tokens * moe.n_activated_experts
+    if sum(row) > most or max(row) > n_tokens:
+        raise ValueError(
+            f"{name} must be that of one micro-batch, whose {n_tokens} tokens choose "
+            f"{moe.n_activated_experts} experts each: at most {most} in all, and "
+            f"{n_tokens} of one expert; got {sum(row)}, and {max(row)}. Give the last "
+            "micro-batch's, not the sum of a step's."
+        )
 
 
 def model_tape(cfg: ModelConfig, step: Pass, *, load: Load | None = None) -> list[Op]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from labkit.config import Layout
-from labkit.config.checks import require_whole
+from labkit.config.checks import require_instance, require_whole
 from labkit.hardware import accelerator
 from labkit.memory.predict import kernels_of
 from labkit.memory.report import MemoryReport
@@ -91,9 +91,10 @@ def overheads(
     '251 GB, and 13 to 76'
 
     Raises:
-        ValueError: no device has this name.
+        ValueError: no device has this name, or the layout is none.
     """
-    layout = layout or Layout()
+    require_instance({"layout": layout}, Layout, optional=True)
+    layout = Layout() if layout is None else layout
     if kernels_of(device) == "cpu":
         nothing = Range(low=0, high=0, source="not counted on a CPU")
         return Overheads(
@@ -159,8 +160,10 @@ def fits(
     ('fits', 'does not fit', 'uncertain')
 
     Raises:
-        ValueError: no device has this name, or none of a known capacity.
+        ValueError: no device has this name, or none of a known capacity; or the layout
+            is none.
     """
+    kernels_of(device)
     if capacity is None:
         if device in ("cpu", "gpu"):
             raise ValueError(

@@ -11,7 +11,12 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from labkit.config import Layout, ModelConfig
-from labkit.config.checks import named, require_choice
+from labkit.config.checks import (
+    named,
+    require_choice,
+    require_flag,
+    require_instance,
+)
 from labkit.memory.shards import Bucket, Shards, shard_params
 from labkit.memory.stages import Contents, Stage
 
@@ -66,6 +71,7 @@ class States:
         floats = ("float32", "bfloat16")
         require_choice(named(self, "weights"), (*floats, "fp8"))
         require_choice(named(self, "gradients", "moments"), floats)
+        require_flag(named(self, "has_buffer", "has_counters"))
         if self.master is not None:
             require_choice(named(self, "master"), ("float32", "int16"))
         if self.weights == "fp8" and self.master != "float32":
@@ -114,6 +120,26 @@ ones, with a scale a block, are what its products read and what its checkpoint h
 A transposed copy of them, which some kernels want, is not counted."""
 
 
+def require_states(states: States) -> None:
+    """Raise ValueError unless these are `States`, and not the name of some."""
+    if isinstance(states, States):
+        return
+    name = states if isinstance(states, str) and states in STATES else "trainer"
+    raise ValueError(
+        "states must be the dtypes of what lasts, of type States; got "
+        f"{states!r}. Set states=STATES[{name!r}], or build States(...)."
+    )
+
+
+def require_zero(zero: int) -> None:
+    """Raise ValueError unless this is a stage of ZeRO."""
+    if type(zero) is not int or not 0 <= zero <= 3:
+        raise ValueError(
+            "zero must be 0, 1, 2 or 3: ZeRO shares out nothing, optimizer states, "
+            f"gradients too, weights too; got {zero!r}. Set zero=0 or another of these."
+        )
+
+
 def persistent(
     cfg: ModelConfig,
     layout: Layout,
@@ -143,6 +169,9 @@ def persistent(
         ValueError: the layout cuts through a head, an expert or a hidden unit, or
             `zero` is no stage.
     """
+    require_instance({"cfg": cfg}, ModelConfig)
+    require_instance({"layout": layout}, Layout)
+    require_instance({"stage": stage}, Stage, optional=True)
     return state_bytes(shard_params(cfg, layout, stage), states=states, zero=zero)
 
 
@@ -159,11 +188,8 @@ def state_bytes(
     >>> f"{sum(state_bytes(shards, states=STATES['deepseek-v3']).values()):.4e}"
     '9.5569e+12'
     """
-    if isinstance(zero, bool) or zero not in (0, 1, 2, 3):
-        raise ValueError(
-            "zero must be 0, 1, 2 or 3: ZeRO shares out nothing, optimizer states, "
-            f"gradients too, weights too; got {zero!r}. Set zero=0 or another of these."
-        )
+    require_states(states)
+    require_zero(zero)
     by_part = {}
     for part, first in SHARED_FROM.items():
         is_shared = zero >= first

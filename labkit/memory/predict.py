@@ -14,14 +14,15 @@ from typing import Literal
 import torch
 
 from labkit.config import Layout, ModelConfig, TrainConfig
-from labkit.config.checks import require_choice
+from labkit.config.checks import require_at_least, require_choice, require_instance
 from labkit.hardware import ACCELERATORS
-from labkit.memory.activations import Load
-from labkit.memory.persistent import STATES, States
+from labkit.memory.activations import Load, require_load
+from labkit.memory.persistent import STATES, States, require_states, require_zero
+from labkit.memory.published import ROUTINGS
 from labkit.memory.ranks import rows_to_plan
 from labkit.memory.recompute import block_policies
 from labkit.memory.report import MemoryReport
-from labkit.memory.stages import SCHEDULES
+from labkit.memory.stages import SCHEDULES, given_split
 from labkit.memory.step_report import StepReport
 from labkit.memory.tape import Pass
 
@@ -68,10 +69,11 @@ def predict(  # noqa: PLR0913, each decides alone
         recompute: the policy, as for `apply_recompute`.
         zero: as for `persistent`.
         states: dtypes of what lasts.
-        schedule: of the pipeline, as for `stage_layers`; one rank alone has none.
+        schedule: of the pipeline, as for `stage_layers`; one rank alone has none, and
+            reads no more than its name.
         layers_per_stage: as for `stage_layers`.
         routing: as for `routed_rows`.
-        imbalance: as for `routed_rows`.
+        imbalance: as for `routed_rows`: 1, or as much above it as `layout.ep` allows.
         load: tokens of each expert in a micro-batch, a row per router, as
             `LossParts.load.tolist()` gives it; None takes even routing. For one
             rank alone.
@@ -85,22 +87,22 @@ def predict(  # noqa: PLR0913, each decides alone
     ('backward', '82 MiB')
 
     Raises:
-        ValueError: the layout, the schedule or the policy does not fit the model, or
-            the batch and its sequences the layout; no device has this name; FP8 is to
-            be kept of FP32; or a load is given for several ranks.
+        ValueError: an argument is not what its name says; the layout, the schedule or
+            the policy does not fit the model, or the batch and its sequences the model
+            or the layout; experts cannot have this load or imbalance; no device has
+            this name; FP8 is to be kept of FP32; or a load is given for several ranks.
     """
-    layout = layout or Layout()
+    require_instance({"layout": layout}, Layout, optional=True)
+    layout = Layout() if layout is None else layout
     require_choice({"schedule": schedule}, SCHEDULES)
-    if load is not None and layout.n_ranks > 1:
-        raise ValueError(
-            "load is that of one rank alone; got a layout of "
-            f"{layout.n_ranks} ranks. Leave load out, and give imbalance instead."
-        )
+    require_zero(zero)
     step = rank_pass(cfg, train, layout, device, states=states)
     if cached != "compute":
         step = replace(step, cached=cached)
-    if layout.n_ranks > 1 or routing != "physical" or imbalance != 1:
-        step = with_rows(cfg, step, layout, routing=routing, imbalance=imbalance)
+    step = with_rows(cfg, step, layout, routing=routing, imbalance=imbalance)
+    if load is not None:
+        _require_alone(layout, routing, imbalance)
+        require_load(cfg, step, load)
     report = StepReport(
         cfg=cfg,
         train=train,
@@ -110,15 +112,31 @@ def predict(  # noqa: PLR0913, each decides alone
         zero=zero,
         policies=_policies(cfg, recompute),
     )
-    cut = None if layers_per_stage is None else tuple(layers_per_stage)
+    cut = given_split(layers_per_stage)
     if layout.pp == 1:
         return report.alone(load, cut)
     return report.pipeline(schedule, cut)
 
 
+def _require_alone(layout: Layout, routing: str, imbalance: float) -> None:
+    """Raise ValueError unless a load alone says what experts compute, on one rank."""
+    if layout.n_ranks > 1:
+        raise ValueError(
+            "load is that of one rank alone; got a layout of "
+            f"{layout.n_ranks} ranks. Leave load out, and give imbalance instead."
+        )
+    if routing != "physical" or imbalance != 1:
+        raise ValueError(
+            "load says already what each expert computes; got also "
+            f"routing={routing!r} and imbalance={imbalance!r}. "
+            "Leave out these, or load."
+        )
+
+
 def _policies(cfg: ModelConfig, recompute: str | Sequence[str]) -> tuple[str, ...]:
     """Return the policy of each block, as `apply_recompute` would take it."""
-    policies = block_policies(recompute, cfg.n_layers + cfg.n_mtp)
+    n_blocks = cfg.n_layers + cfg.n_mtp
+    policies = block_policies(recompute, n_blocks, name="recompute")
     if "moe" in policies and cfg.n_moe_layers + cfg.n_mtp * (cfg.moe is not None) == 0:
         raise ValueError(
             "policy 'moe' runs experts again, so the model must have some; got a dense "
@@ -138,8 +156,18 @@ def rank_pass(
     """Return a rank's pass over a micro-batch, of which context ranks take a part each.
 
     Raises:
-        ValueError: ranks cannot take equal parts, or no device has this name.
+        ValueError: an argument is of another type, the model takes no sequences so
+            long, ranks cannot take equal parts, or no device has this name.
     """
+    require_instance({"cfg": cfg}, ModelConfig)
+    require_instance({"train": train}, TrainConfig)
+    require_states(states)
+    if train.seq_len > cfg.max_seq_len:
+        raise ValueError(
+            "seq_len must be at most the model's max_seq_len; got "
+            f"{train.seq_len} and {cfg.max_seq_len}. Set seq_len={cfg.max_seq_len}, "
+            "or build the model for longer sequences."
+        )
     _require_shares(train, layout)
     is_exact = states.weights == "float32"
     return Pass(
@@ -180,7 +208,7 @@ def kernels_of(device: str) -> Literal["cpu", "gpu"]:
     """
     if device == "cpu":
         return "cpu"
-    if device == "gpu" or device.lower() in ACCELERATORS:
+    if isinstance(device, str) and (device == "gpu" or device.lower() in ACCELERATORS):
         return "gpu"
     raise ValueError(
         f"device must be 'cpu', 'gpu' or one of {', '.join(ACCELERATORS)}; got "
@@ -196,10 +224,35 @@ def with_rows(
     routing: Literal["paper", "physical"],
     imbalance: float,
 ) -> Pass:
-    """Return the pass with the rows that its experts compute; see `routed_rows`."""
-    if cfg.moe is None:
+    """Return the pass with the rows that its experts compute; see `routed_rows`.
+
+    Raises:
+        ValueError: no such routing, or ranks cannot be so busy.
+    """
+    require_choice({"routing": routing}, ROUTINGS)
+    require_at_least({"imbalance": imbalance}, 1)
+    if imbalance > 1:
+        _require_possible(cfg, layout, imbalance)
+    is_even = layout.n_ranks == 1 and routing == "physical" and imbalance == 1
+    if cfg.moe is None or is_even:
         return step
     rows = rows_to_plan(
         cfg.moe, step.n_tokens, layout, routing=routing, imbalance=imbalance
     )
     return replace(step, n_rows=rows)
+
+
+def _require_possible(cfg: ModelConfig, layout: Layout, imbalance: float) -> None:
+    """Raise ValueError if one rank is to compute more than tokens can send to it.
+
+    That is all of them, or what fewer experts than a token chooses can receive.
+    """
+    most = 1.0
+    if cfg.moe is not None:
+        most = min(layout.ep, cfg.moe.n_routed_experts / cfg.moe.n_activated_experts)
+    if imbalance > most:
+        raise ValueError(
+            f"imbalance must be at most {most!r}, when one of ep={layout.ep} ranks "
+            f"computes all that tokens can send to it; got {imbalance!r}. Set "
+            f"imbalance={most!r} or less, or spread the experts over more ranks."
+        )

@@ -127,9 +127,11 @@ _CHANGES = {
 
 
 def block_policies(
-    policy: str | Sequence[str], n_blocks: int, *, k: int = 4
+    policy: str | Sequence[str], n_blocks: int, *, k: int = 4, name: str = "policy"
 ) -> tuple[str, ...]:
     """Return the policy of each block, MTP modules included.
+
+    Errors call the policy by `name`, as whoever gave it does.
 
     >>> block_policies("every_k", 6, k=4)
     ('full', 'none', 'none', 'none', 'full', 'none')
@@ -137,18 +139,18 @@ def block_policies(
     ('moe', 'moe')
     """
     if isinstance(policy, str) or not isinstance(policy, Sequence):
-        require_choice({"policy": policy}, tuple(RECOMPUTE_POLICIES))
+        require_choice({name: policy}, tuple(RECOMPUTE_POLICIES))
         if policy != "every_k":
             return (policy,) * n_blocks
         require_whole({"k": k})
         return tuple("none" if i % k else "full" for i in range(n_blocks))
     if len(policy) != n_blocks:
         raise ValueError(
-            f"policy must be one name, or one for each of {n_blocks} blocks (layers, "
+            f"{name} must be one name, or one for each of {n_blocks} blocks (layers, "
             f"then MTP modules); got {len(policy)} names. Pass {n_blocks}."
         )
-    for index, name in enumerate(policy):
-        require_choice({f"policy[{index}]": name}, tuple(_CHANGES))
+    for index, own in enumerate(policy):
+        require_choice({f"{name}[{index}]": own}, tuple(_CHANGES))
     return tuple(policy)
 
 

@@ -121,8 +121,8 @@ def stage_layers(
     """
     _require_schedule(schedule, layout)
     n_virtual = layout.pp * layout.vpp
-    if layers_per_stage is None:
-        layers_per_stage = _spread(cfg, n_virtual)
+    split = given_split(layers_per_stage)
+    layers_per_stage = _spread(cfg, n_virtual) if split is None else split
     _require_split(cfg, n_virtual, layers_per_stage)
     chunks = _cut(layers_per_stage)
     return tuple(
@@ -134,6 +134,25 @@ def stage_layers(
         )
         for rank in range(layout.pp)
     )
+
+
+def given_split(layers_per_stage: Sequence[int] | None) -> tuple[int, ...] | None:
+    """Return `layers_per_stage` as it can be remembered; None stays so.
+
+    Raises:
+        ValueError: it does not list whole numbers.
+    """
+    if layers_per_stage is None:
+        return None
+    if isinstance(layers_per_stage, str) or not isinstance(layers_per_stage, Sequence):
+        raise ValueError(
+            "layers_per_stage must list the layers of each virtual stage; got "
+            f"{layers_per_stage!r}. Give a list, as layers_per_stage=[2, 2], or leave "
+            "it out for an even split."
+        )
+    for index, n_layers in enumerate(layers_per_stage):
+        require_whole({f"layers_per_stage[{index}]": n_layers}, at_least=0)
+    return tuple(layers_per_stage)
 
 
 def virtual_stages(layout: Layout, rank: int, schedule: str) -> tuple[int, ...]:
@@ -274,8 +293,6 @@ def _require_schedule(schedule: str, layout: Layout) -> None:
 def _require_split(
     cfg: ModelConfig, n_virtual: int, layers_per_stage: Sequence[int]
 ) -> None:
-    for n_layers in layers_per_stage:
-        require_whole({"layers_per_stage": n_layers}, at_least=0)
     if len(layers_per_stage) != n_virtual or sum(layers_per_stage) != cfg.n_layers:
         raise ValueError(
             "layers_per_stage must name the layers of each virtual stage, which are "

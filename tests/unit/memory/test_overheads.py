@@ -1,5 +1,7 @@
 """Published ranges beside a prediction, by hand, and the verdict that they allow."""
 
+import re
+
 import pytest
 
 from labkit.config import PRESETS, Layout, TrainConfig
@@ -84,3 +86,22 @@ def test_a_device_without_a_name_has_no_capacity(device):
         "capacity must be given where device names no accelerator; got device="
         f"'{device}'. Set capacity to its bytes, or device='h800' or another."
     )
+
+
+@pytest.mark.parametrize("layout", [0, "", []])
+@pytest.mark.usefixtures("unchecked")
+def test_only_none_is_one_rank_alone(layout):
+    rule = re.escape(f"layout must be of type Layout or None; got {layout!r}.")
+    with pytest.raises(ValueError, match=rule):
+        overheads(REPORT, layout)
+    with pytest.raises(ValueError, match=rule):
+        fits(REPORT, GB, layout=layout)
+
+
+@pytest.mark.parametrize("device", ["tpu", None, 0])
+@pytest.mark.usefixtures("unchecked")
+def test_a_verdict_is_of_a_device_that_is_known(device):
+    rule = f"device must be 'cpu', 'gpu' or one of v100, .*; got {device!r}."
+    for capacity in (None, GB):
+        with pytest.raises(ValueError, match=rule):
+            fits(REPORT, capacity, device=device)

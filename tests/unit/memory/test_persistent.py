@@ -333,6 +333,14 @@ def test_parts_come_in_the_order_of_the_report_and_empty_ones_are_left_out():
             {"weights": "int4"},
             "weights must be one of 'float32', 'bfloat16', 'fp8'; got 'int4'.",
         ),
+        (
+            {"has_buffer": "x"},
+            "has_buffer must be True or False; got 'x'. Set has_buff",
+        ),
+        (
+            {"has_counters": 1},
+            "has_counters must be True or False; got 1. Set has_coun",
+        ),
         ({"moments": "fp8"}, "moments must be one of 'float32', 'bfloat16'; got 'fp8'"),
         ({"master": "bfloat16"}, "master must be one of 'float32', 'int16'; got 'bfl"),
         (
@@ -347,13 +355,31 @@ def test_parts_come_in_the_order_of_the_report_and_empty_ones_are_left_out():
         ),
     ],
 )
+@pytest.mark.usefixtures("unchecked")
 def test_states_that_cannot_be_are_refused(choice, message):
     with pytest.raises(ValueError, match=message):
         States(**choice)
 
 
-@pytest.mark.parametrize("zero", [-1, 4, True])
+@pytest.mark.parametrize("zero", [-1, 4, True, 1.0])
+@pytest.mark.usefixtures("unchecked")
 def test_an_unknown_stage_of_zero_is_refused(zero):
     message = "zero must be 0, 1, 2 or 3: ZeRO shares out nothing, .*; got "
     with pytest.raises(ValueError, match=message + str(zero)):
         persistent(TINY, Layout(), zero=zero)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"cfg": "tiny"}, "cfg must be of type ModelConfig; got 'tiny'."),
+        ({"layout": None}, "layout must be of type Layout; got None."),
+        ({"stage": 0}, "stage must be of type Stage or None; got 0."),
+        ({"stage": ()}, r"stage must be of type Stage or None; got \(\)."),
+        ({"states": "megatron"}, r"got 'megatron'. Set states=STATES\['megatron'\],"),
+    ],
+)
+@pytest.mark.usefixtures("unchecked")
+def test_another_type_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        persistent(**({"cfg": TINY, "layout": Layout()} | options))

@@ -286,7 +286,7 @@ def test_no_chunk_keeps_more_than_the_step_has(schedule, half, vpp, n):
         ),
         (
             lambda: stage_layers(TINY, Layout(pp=2), layers_per_stage=(5, -1)),
-            "layers_per_stage must be a whole number of at least 0; got -1",
+            r"layers_per_stage\[1\] must be a whole number of at least 0; got -1",
         ),
         (
             lambda: in_flight(Layout(pp=4), 4, 8),

@@ -62,7 +62,7 @@ def test_no_policy_of_the_whole_model_is_an_answer(policy):
 def test_a_policy_that_is_none_is_told_by_the_predictor():
     line = grade(find("fit_the_budget"), ("everything",) * 7).line
 
-    assert line.startswith("✗ for the peak: ValueError: policy[0] must be")
+    assert line.startswith("✗ for the peak: ValueError: recompute[0] must be")
 
 
 def test_without_a_policy_the_peak_is_the_one_that_the_task_names():

@@ -149,8 +149,8 @@ def block_policies(
             f"{name} must be one name, or one for each of {n_blocks} blocks (layers, "
             f"then MTP modules); got {len(policy)} names. Pass {n_blocks}."
         )
-    for index, own in enumerate(policy):
-        require_choice({f"{name}[{index}]": own}, tuple(_CHANGES))
+    each = {f"{name}[{index}]": own for index, own in enumerate(policy)}
+    require_choice(each, tuple(_CHANGES))
     return tuple(policy)
 
 

@@ -150,8 +150,8 @@ def given_split(layers_per_stage: Sequence[int] | None) -> tuple[int, ...] | Non
             f"{layers_per_stage!r}. Give a list, as layers_per_stage=[2, 2], or leave "
             "it out for an even split."
         )
-    for index, n_layers in enumerate(layers_per_stage):
-        require_whole({f"layers_per_stage[{index}]": n_layers}, at_least=0)
+    each = {f"layers_per_stage[{index}]": n for index, n in enumerate(layers_per_stage)}
+    require_whole(each, at_least=0)
     return tuple(layers_per_stage)
 
 

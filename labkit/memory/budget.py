@@ -3,7 +3,9 @@
 Mixtures are searched with times and bytes of single blocks, and then predicted as a
 whole, beside every policy by name. So what is returned fits by `predict`, and costs no
 more by `recompute_cost` than any of those that fit. In tests it is the cheapest of all
-mixtures; rows of dozens of blocks on one rank have too many to follow them all.
+mixtures. Elsewhere a cheaper one may be missed, or the only one: single blocks do not
+tell all of a step's bytes, those of pipeline ranks nothing of autocast's copies of
+weights, and dozens of blocks on one rank have too many mixtures to follow them all.
 """
 
 from collections.abc import Sequence

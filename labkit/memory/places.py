@@ -252,7 +252,10 @@ class _Choices:
         return [part.segment for part in self.prices[policies].of(chunk).parts]
 
     def _casts(self, cfg: ModelConfig, policies: Sequence[str]) -> int:
-        """Return the bytes of weights' copies that autocast holds in the forward."""
+        """Return the bytes of weights' copies that autocast holds in the forward.
+
+        Mixtures of pipeline ranks are not told apart by them, though they need them.
+        """
         step = self.counted.step
         if not step.is_mixed or self.layout.pp > 1:
             return 0

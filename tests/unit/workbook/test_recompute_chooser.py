@@ -9,16 +9,14 @@ from labkit.config import PRESETS, Layout, TrainConfig
 from labkit.memory import STATES, predict
 from labkit.memory.cost import recompute_cost
 from labkit.workbook.recompute import kept_bytes
-from labkit.workbook.widgets.recompute_chooser import (
+from labkit.workbook.recompute_plans import (
     EVERY,
     MACHINES,
     OTHERS,
     WHAT,
-    RecomputeControls,
     RecomputePlan,
-    describe,
-    draw,
 )
+from labkit.workbook.widgets.recompute_chooser import RecomputeControls, describe, draw
 
 START = RecomputeControls().value
 V3, LITE, SMALL = MACHINES

@@ -139,14 +139,14 @@ def seconds_per_step(
     """Return the shortest processor time of a step under each of several policies.
 
     They take turns, see `timing.fastest`. On one thread that is the time which a step
-    takes where nothing else runs.
+    takes where nothing else runs. Each should have run before, as `outcome` does.
     """
 
     def run(policies: Policies) -> None:
         step.under(policies)()
 
     runs = {name: partial(run, policies) for name, policies in plans.items()}
-    return fastest(runs, n_rounds=n_rounds, clock=process_time)
+    return fastest(runs, n_rounds=n_rounds, clock=process_time, warms_up=False)
 
 
 def gradients_and_load(

@@ -22,6 +22,7 @@ def fastest(
     n_rounds: int = 5,
     n_threads: int = 1,
     clock: Callable[[], float] = perf_counter,
+    warms_up: bool = True,
 ) -> dict[Name, float]:
     """Return the shortest time of each run in seconds, after one round to warm up.
 
@@ -33,10 +34,11 @@ def fastest(
         n_rounds: times that each is run.
         n_threads: of PyTorch's; one is disturbed least by what else is going on.
         clock: what tells the time; `time.process_time` leaves out other processes.
+        warms_up: False leaves that round out, where all have run before.
     """
     seconds = {name: float("inf") for name in runs}
     with _threads(n_threads):
-        for run in runs.values():
+        for run in runs.values() if warms_up else ():
             run()
         for _ in range(n_rounds):
             for name, run in runs.items():

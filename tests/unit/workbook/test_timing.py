@@ -66,3 +66,9 @@ def test_one_core_below_all_or_equal_is_as_it_must_be():
 
     assert said == "20 GFLOP/s on one, 40 GFLOP/s on all"
     assert "again" not in agreement(roofline(40e9), roofline(41e9))
+
+
+def test_runs_that_are_warm_are_not_run_once_more():
+    calls = []
+    fastest({"a": lambda: calls.append("a")}, n_rounds=2, warms_up=False)
+    assert calls == ["a", "a"]

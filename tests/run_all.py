@@ -66,20 +66,20 @@ def steps() -> list[Step]:
         Step(
             name="unit",
             commands=((*shaped, "labkit", "tests/gates", "tests/unit"),),
-            minutes=15,
+            minutes=14,
         ),
         Step(
             name="compile",
             commands=((*PYTEST, "-m", "compile", "tests/unit"),),
-            minutes=5,
+            minutes=3,
         ),
         Step(
             name="distributed",
             commands=((*shaped, "tests/distributed"),),
-            minutes=6,
+            minutes=3,
         ),
         Step(name="notebooks", commands=(strict,), minutes=9),
-        Step(name="browser", commands=((*PYTEST, "tests/browser"),), minutes=4),
+        Step(name="browser", commands=((*PYTEST, "tests/browser"),), minutes=10),
     ]
 
 

@@ -66,20 +66,20 @@ def steps() -> list[Step]:
         Step(
             name="unit",
             commands=((*shaped, "labkit", "tests/gates", "tests/unit"),),
-            minutes=14,
+            minutes=17,
         ),
         Step(
             name="compile",
             commands=((*PYTEST, "-m", "compile", "tests/unit"),),
-            minutes=3,
+            minutes=2.5,
         ),
         Step(
             name="distributed",
             commands=((*shaped, "tests/distributed"),),
-            minutes=3,
+            minutes=2,
         ),
-        Step(name="notebooks", commands=(strict,), minutes=9),
-        Step(name="browser", commands=((*PYTEST, "tests/browser"),), minutes=10),
+        Step(name="notebooks", commands=(strict,), minutes=8.5),
+        Step(name="browser", commands=((*PYTEST, "tests/browser"),), minutes=9),
     ]
 
 

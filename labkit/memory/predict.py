@@ -20,7 +20,7 @@ from labkit.memory.activations import Load, require_load
 from labkit.memory.persistent import STATES, States, require_states, require_zero
 from labkit.memory.published import ROUTINGS
 from labkit.memory.ranks import rows_to_plan
-from labkit.memory.recompute import block_policies
+from labkit.memory.recompute import block_policies, require_experts
 from labkit.memory.report import MemoryReport
 from labkit.memory.stages import SCHEDULES, given_split
 from labkit.memory.step_report import StepReport
@@ -79,7 +79,7 @@ def predict(  # noqa: PLR0913, each decides alone
             rank alone.
         cached: how linear layers in blocks keep what they read: as they compute, or
             "fp8" as DeepSeek-V3 does, which `fp8_tape` describes. That takes BF16
-            products, and is arithmetic on any device: no kernel here does it yet.
+            products, and is arithmetic: compared with no run of `labkit.precision`.
 
     >>> from labkit.config import PRESETS
     >>> report = predict(PRESETS["tiny"], TrainConfig(micro_batch=4))
@@ -137,11 +137,8 @@ def _policies(cfg: ModelConfig, recompute: str | Sequence[str]) -> tuple[str, ..
     """Return the policy of each block, as `apply_recompute` would take it."""
     n_blocks = cfg.n_layers + cfg.n_mtp
     policies = block_policies(recompute, n_blocks, name="recompute")
-    if "moe" in policies and cfg.n_moe_layers + cfg.n_mtp * (cfg.moe is not None) == 0:
-        raise ValueError(
-            "policy 'moe' runs experts again, so the model must have some; got a dense "
-            "model. Choose 'selective', 'attention' or 'full'."
-        )
+    has_experts = cfg.n_moe_layers + cfg.n_mtp * (cfg.moe is not None) > 0
+    require_experts(policies, has_experts=has_experts)
     return policies
 
 

@@ -154,6 +154,15 @@ def block_policies(
     return tuple(policy)
 
 
+def require_experts(policies: Sequence[str], *, has_experts: bool) -> None:
+    """Raise ValueError if a block is to run experts again that the model lacks."""
+    if "moe" in policies and not has_experts:
+        raise ValueError(
+            "policy 'moe' runs experts again, so the model must have some; got a dense "
+            "model. Choose 'selective', 'attention' or 'full'."
+        )
+
+
 def apply_recompute(
     model: Transformer, policy: str | Sequence[str], *, k: int = 4
 ) -> Transformer:
@@ -184,11 +193,7 @@ def apply_recompute(
     require_transformer(model)
     blocks = [*model.layers, *model.mtp]
     names = block_policies(policy, len(blocks), k=k)
-    if "moe" in names and not model.routers():
-        raise ValueError(
-            "policy 'moe' runs experts again, so the model must have some; got a dense "
-            "model. Choose 'selective', 'attention' or 'full'."
-        )
+    require_experts(names, has_experts=bool(model.routers()))
     changes = _final_changes(model) if "selective" in names else []
     for block, name in zip(blocks, names, strict=True):
         changes += _CHANGES[name](block)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ipywidgets import ValueWidget, VBox
+from ipywidgets import ValueWidget
 from matplotlib.figure import Figure
 
 from labkit.config import PRESETS, AttentionConfig, GQAConfig, MLAConfig, ModelConfig
@@ -18,7 +18,13 @@ from labkit.workbook.figures.cache import cache_figure, spell_bytes
 from labkit.workbook.figures.charts import Part
 from labkit.workbook.published import published
 from labkit.workbook.spelling import spell, spell_ratio
-from labkit.workbook.widgets.controls import choice, row, slider, steps, switch
+from labkit.workbook.widgets.controls import (
+    LinkedControls,
+    choice,
+    slider,
+    steps,
+    switch,
+)
 
 Settings = Mapping[str, Any]
 """The controls' values, by the names of `CachePlan`'s fields."""
@@ -119,36 +125,18 @@ class CachePlan:
         return self.cache_bytes / accelerator(DEVICE).memory_bytes_per_second
 
 
-class CacheControls(VBox, ValueWidget):
-    """Sliders over a design, with models to start from, at DeepSeek-V3 and 128K.
-
-    `value` holds what they stand at. It changes once per move, also when a model moves
-    several of them.
-    """
+class CacheControls(LinkedControls):
+    """Sliders over a design, with models to start from, at DeepSeek-V3 and 128K."""
 
     def __init__(self) -> None:
-        self.controls = _controls()
-        self._is_loading = False
-        super().__init__([row(control) for control in self.controls.values()])
-        self._load_model()
-        self.value = self._read()
-        for name, control in self.controls.items():
-            control.observe(lambda _, name=name: self._follow(name), "value")
+        super().__init__(_controls())
 
-    def _read(self) -> dict[str, Any]:
-        return {name: control.value for name, control in self.controls.items()}
-
-    def _follow(self, moved: str) -> None:
-        """Take over a move, with what follows from it."""
-        if self._is_loading:
-            return
-        self._is_loading = True
+    def link(self, moved: str) -> None:
+        """Follow a model with its sizes, and heads with the KV heads they allow."""
         if moved == "model":
             self._load_model()
         if moved == "n_heads":
             self._offer_kv_heads(self.controls["n_kv_heads"].value)
-        self._is_loading = False
-        self.value = self._read()
 
     def _load_model(self) -> None:
         """Move the sliders to the model's own sizes."""

@@ -4,7 +4,7 @@ None of them is continuous: a control speaks once, when it comes to rest, so tha
 figure is drawn once per move.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ipywidgets import (
     Checkbox,
@@ -15,6 +15,7 @@ from ipywidgets import (
     RadioButtons,
     SelectionSlider,
     ValueWidget,
+    VBox,
     Widget,
 )
 
@@ -91,3 +92,32 @@ def row(control: ValueWidget) -> Widget:
 def switch(name: str, *, value: bool = False) -> Checkbox:
     """Return a box to tick."""
     return Checkbox(value, indent=True, **_looks(name, ""))
+
+
+class LinkedControls(VBox, ValueWidget):
+    """Controls of which some move others, as a model moves its sizes.
+
+    `value` holds what they stand at, by name. It changes once per move, also when one
+    moves several. At the start the first is taken as moved.
+    """
+
+    def __init__(self, controls: Mapping[str, ValueWidget]) -> None:
+        self.controls = controls
+        super().__init__([row(control) for control in controls.values()])
+        self._is_linking = False
+        self._take(next(iter(controls)))
+        for name, control in controls.items():
+            control.observe(lambda _, name=name: self._take(name), "value")
+
+    def link(self, moved: str) -> None:
+        """Move what follows from a move."""
+        raise NotImplementedError
+
+    def _take(self, moved: str) -> None:
+        """Take over a move, with what follows from it."""
+        if self._is_linking:
+            return
+        self._is_linking = True
+        self.link(moved)
+        self._is_linking = False
+        self.value = {name: control.value for name, control in self.controls.items()}

@@ -11,7 +11,7 @@ from functools import cached_property
 from math import gcd
 from typing import Any
 
-from ipywidgets import ValueWidget, VBox
+from ipywidgets import ValueWidget
 from matplotlib.figure import Figure
 
 from labkit.config import PRESETS, Layout, ModelConfig, TrainConfig
@@ -20,7 +20,7 @@ from labkit.memory import STATES, MemoryReport, fits, overheads, predict
 from labkit.memory.shards import require_cuts
 from labkit.workbook.figures.cache import spell_bytes
 from labkit.workbook.figures.memory import Limit, columns_figure
-from labkit.workbook.widgets.controls import choice, row, slider, steps
+from labkit.workbook.widgets.controls import LinkedControls, choice, slider, steps
 
 Settings = Mapping[str, Any]
 """The controls' values, by the names of `MemoryPlan`'s fields."""
@@ -158,40 +158,18 @@ class MemoryPlan:
         return f"{spell_bytes(more.low)} to {spell_bytes(more.high)}"
 
 
-class MemoryControls(VBox, ValueWidget):
-    """Sliders over model, card and layout, at what DeepSeek-V3 reports of its own.
-
-    `value` holds what they stand at. It changes once per move, also when a model moves
-    several of them.
-    """
+class MemoryControls(LinkedControls):
+    """Sliders over model, card and layout, at what DeepSeek-V3 reports of its own."""
 
     def __init__(self) -> None:
-        self.controls = _controls()
-        self._is_loading = False
-        super().__init__([row(control) for control in self.controls.values()])
-        self._load_model()
-        self.value = self._read()
-        for name, control in self.controls.items():
-            control.observe(lambda _, name=name: self._follow(name), "value")
+        super().__init__(_controls())
 
-    def _read(self) -> dict[str, Any]:
-        return {name: control.value for name, control in self.controls.items()}
-
-    def _follow(self, moved: str) -> None:
-        """Take over a move, with what follows from it."""
-        if self._is_loading:
-            return
+    def link(self, moved: str) -> None:
+        """Follow a model with a layout that fits it."""
         if moved == "model":
-            self._load_model()
-        self.value = self._read()
-
-    def _load_model(self) -> None:
-        """Move the sliders to a layout that fits the model."""
-        self._is_loading = True
-        layout = MODELS[self.controls["model"].value][1]
-        for name, size in zip(("n_gpus", "pp", "tp", "ep"), layout, strict=True):
-            self.controls[name].value = size
-        self._is_loading = False
+            layout = MODELS[self.controls["model"].value][1]
+            for name, size in zip(("n_gpus", "pp", "tp", "ep"), layout, strict=True):
+                self.controls[name].value = size
 
 
 def _controls() -> dict[str, ValueWidget]:

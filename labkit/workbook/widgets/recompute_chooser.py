@@ -8,7 +8,7 @@ Choosing a model sets its micro-batch and its sequence.
 from collections.abc import Mapping
 from typing import Any
 
-from ipywidgets import ValueWidget, VBox
+from ipywidgets import ValueWidget
 from matplotlib.figure import Figure
 
 from labkit.workbook.figures.recompute import Level, Place, frontier
@@ -21,7 +21,7 @@ from labkit.workbook.recompute_plans import (
     RecomputePlan,
 )
 from labkit.workbook.spelling import spell
-from labkit.workbook.widgets.controls import choice, row, steps, switch
+from labkit.workbook.widgets.controls import LinkedControls, choice, steps, switch
 
 Settings = Mapping[str, Any]
 """The controls' values, by the names of `RecomputePlan`'s fields."""
@@ -29,35 +29,18 @@ Settings = Mapping[str, Any]
 GB, MB = 10**9, 10**6
 
 
-class RecomputeControls(VBox, ValueWidget):
-    """Controls over policies, with models to start from, at DeepSeek-V3.
-
-    `value` holds what they stand at. It changes once per move, also when a model moves
-    several of them.
-    """
+class RecomputeControls(LinkedControls):
+    """Controls over policies, with models to start from, at DeepSeek-V3."""
 
     def __init__(self) -> None:
-        self.controls = _controls()
-        self._is_loading = False
-        super().__init__([row(control) for control in self.controls.values()])
-        self.value = self._read()
-        for name, control in self.controls.items():
-            control.observe(lambda _, name=name: self._follow(name), "value")
+        super().__init__(_controls())
 
-    def _read(self) -> dict[str, Any]:
-        return {name: control.value for name, control in self.controls.items()}
-
-    def _follow(self, moved: str) -> None:
-        """Take over a move, with what follows from it."""
-        if self._is_loading:
-            return
+    def link(self, moved: str) -> None:
+        """Follow a model with its micro-batch and its sequence."""
         if moved == "model":
-            self._is_loading = True
             machine = MACHINES[self.controls["model"].value]
             self.controls["micro_batch"].value = machine.micro_batch
             self.controls["seq_len"].value = machine.seq_len
-            self._is_loading = False
-        self.value = self._read()
 
 
 def _controls() -> dict[str, ValueWidget]:

@@ -74,6 +74,16 @@ def require_choice(values: Mapping[str, object], choices: Sequence[str]) -> None
             )
 
 
+def require_name(values: Mapping[str, object]) -> None:
+    """Raise ValueError unless every value is a text that is not empty."""
+    for name, value in values.items():
+        if not isinstance(value, str) or not value:
+            raise ValueError(
+                f"{name} must be a name; got {value!r}. Set {name} to a text that is "
+                "not empty."
+            )
+
+
 def require_instance(
     values: Mapping[str, object], *kinds: type, optional: bool = False
 ) -> None:

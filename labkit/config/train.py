@@ -9,6 +9,7 @@ from labkit.config.checks import (
     require_at_least,
     require_choice,
     require_fraction,
+    require_name,
     require_whole,
 )
 
@@ -70,8 +71,13 @@ class TrainConfig:
     """Factor on the MTP weight lambda once the constant phase ends (DeepSeek-V3:
     0.3 for the first 10T tokens, then 0.1)."""
 
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """Compute dtype of matrix products; master weights are FP32 either way."""
+    precision: Literal["fp32", "bf16", "fp8"] = "fp32"
+    """In what matrices multiply; master weights are FP32 in any case. "fp8" is BF16 but
+    for the layers that `fp8_policy` names."""
+
+    fp8_policy: str = "deepseek-v3"
+    """Which layers are in FP8 if `precision` says so: a name of
+    `labkit.precision.POLICIES`."""
 
     seed: int = 0
     """Decides the order of windows; 0 up to 2**63 - 1."""
@@ -79,7 +85,8 @@ class TrainConfig:
     def __post_init__(self) -> None:
         sizes = ("n_steps", "global_batch", "micro_batch", "seq_len")
         require_whole(named(self, *sizes))
-        require_choice(named(self, "precision"), ("fp32", "bf16"))
+        require_choice(named(self, "precision"), ("fp32", "bf16", "fp8"))
+        require_name(named(self, "fp8_policy"))
         require_fraction(named(self, "beta1", "beta2"))
         self._check_phases()
         self._check_rates()

@@ -26,8 +26,8 @@ from labkit.memory.stages import SCHEDULES, given_split
 from labkit.memory.step_report import StepReport
 from labkit.memory.tape import Pass
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-"""What `TrainConfig.precision` names."""
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
+"""What products that are not in FP8 compute in, by `TrainConfig.precision`."""
 
 
 def predict(  # noqa: PLR0913, each decides alone

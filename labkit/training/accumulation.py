@@ -17,8 +17,12 @@ from torch import Tensor, nn
 from labkit.training.stopwatch import Stopwatch
 from labkit.training.windows import Batch
 
-COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-"""What `TrainConfig.precision` names."""
+COMPUTE_DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp8": torch.bfloat16,
+}
+"""What products that are not in FP8 compute in, by `TrainConfig.precision`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

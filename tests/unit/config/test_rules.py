@@ -262,6 +262,8 @@ EVERY_FIELD = [
 
 def wrong_values(hint) -> list:
     """Return what a field of this type must refuse; a part is refused any number."""
+    if hint is str:  # any name
+        return [3, {}, "", None]
     is_literal = typing.get_origin(hint) is typing.Literal
     kinds = [str] if is_literal else typing.get_args(hint) or [hint]
     absent = [] if type(None) in kinds else [None]

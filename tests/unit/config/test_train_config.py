@@ -21,8 +21,13 @@ BROKEN = [
     ),
     (
         {"precision": "fp4"},
-        "precision must be one of 'fp32', 'bf16'; got 'fp4'. Set precision='fp32' or "
-        "another of these.",
+        "precision must be one of 'fp32', 'bf16', 'fp8'; got 'fp4'. Set "
+        "precision='fp32' or another of these.",
+    ),
+    (
+        {"fp8_policy": ""},
+        "fp8_policy must be a name; got ''. Set fp8_policy to a text that is not "
+        "empty.",
     ),
     (
         {"beta2": 1.0},

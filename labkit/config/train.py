@@ -13,6 +13,15 @@ from labkit.config.checks import (
     require_whole,
 )
 
+LARGEST_BF16_BETA = 257 / 258
+"""Beyond it, a moment that is rounded to the nearest BF16 number may never fall.
+
+BF16 has 8 bits of significand: between a power of two and the next lie 127 numbers.
+Without gradients `m` becomes `beta * m`, and is itself again if that is nearer to `m`
+than to the number below. It is hardest to leave 129/128, for 128/128: half way between
+them is 257/256, and a tie goes to the even one.
+"""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainConfig:
@@ -79,8 +88,14 @@ class TrainConfig:
     """Which layers are in FP8 if `precision` says so: a name of
     `labkit.precision.POLICIES`."""
 
+    moments: Literal["fp32", "bf16", "bf16-stochastic"] = "fp32"
+    """In what AdamW keeps its moments, beside FP32 weights and gradients. "bf16" rounds
+    to the nearest number, as DeepSeek-V3 does (section 3.3.3), and needs
+    `beta1` and `beta2` up to 257/258; "bf16-stochastic" rounds up or down at random,
+    right on average, and takes any."""
+
     seed: int = 0
-    """Decides the order of windows; 0 up to 2**63 - 1."""
+    """Decides the order of windows, and the stochastic rounding; 0 up to 2**63 - 1."""
 
     def __post_init__(self) -> None:
         sizes = ("n_steps", "global_batch", "micro_batch", "seq_len")
@@ -88,6 +103,7 @@ class TrainConfig:
         require_choice(named(self, "precision"), ("fp32", "bf16", "fp8"))
         require_name(named(self, "fp8_policy"))
         require_fraction(named(self, "beta1", "beta2"))
+        self._check_moments()
         self._check_phases()
         self._check_rates()
         require_whole(named(self, "seed"), at_least=0)
@@ -101,6 +117,19 @@ class TrainConfig:
                 f"{self.micro_batch} and {self.global_batch}. "
                 f"Set global_batch={self.n_micro_batches * self.micro_batch}."
             )
+
+    def _check_moments(self) -> None:
+        kinds = ("fp32", "bf16", "bf16-stochastic")
+        require_choice(named(self, "moments"), kinds)
+        if self.moments != "bf16":
+            return
+        for name, beta in named(self, "beta1", "beta2").items():
+            if beta > LARGEST_BF16_BETA:
+                raise ValueError(
+                    f"{name} must be at most 257/258 = {LARGEST_BF16_BETA:.4f} with "
+                    f"moments='bf16', or a rounded moment never falls; got {beta!r}. "
+                    f"Set {name}=0.95 or moments='bf16-stochastic'."
+                )
 
     def _check_phases(self) -> None:
         phases = named(self, "constant_fraction", "cosine_fraction", "final_fraction")

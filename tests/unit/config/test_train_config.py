@@ -30,6 +30,21 @@ BROKEN = [
         "empty.",
     ),
     (
+        {"moments": "fp8"},
+        "moments must be one of 'fp32', 'bf16', 'bf16-stochastic'; got 'fp8'. Set "
+        "moments='fp32' or another of these.",
+    ),
+    (
+        {"moments": "bf16", "beta2": 0.999},
+        "beta2 must be at most 257/258 = 0.9961 with moments='bf16', or a rounded "
+        "moment never falls; got 0.999. Set beta2=0.95 or moments='bf16-stochastic'.",
+    ),
+    (
+        {"moments": "bf16", "beta1": 0.9962},
+        "beta1 must be at most 257/258 = 0.9961 with moments='bf16', or a rounded "
+        "moment never falls; got 0.9962. Set beta1=0.95 or moments='bf16-stochastic'.",
+    ),
+    (
         {"beta2": 1.0},
         "beta2 must be at least 0 and below 1; got 1.0. Set beta2 to a number in [0, "
         "1).",
@@ -99,7 +114,7 @@ BROKEN = [
 
 
 @pytest.mark.parametrize(
-    ("change", "message"), BROKEN, ids=[next(iter(change)) for change, _ in BROKEN]
+    ("change", "message"), BROKEN, ids=["-".join(change) for change, _ in BROKEN]
 )
 def test_a_broken_rule_says_the_value_and_the_fix(unchecked, change, message):
     with pytest.raises(ValueError) as caught:
@@ -151,6 +166,12 @@ def test_the_global_batch_that_the_error_proposes_works(batch, micro):
         assert batch < TrainConfig(global_batch=fix, micro_batch=micro).global_batch
     else:
         assert batch % micro == 0
+
+
+@pytest.mark.parametrize("moments", ["fp32", "bf16-stochastic"])
+def test_a_slow_second_moment_is_refused_only_where_it_would_stall(moments):
+    assert TrainConfig(moments=moments, beta2=0.999).beta2 == 0.999
+    assert TrainConfig(moments="bf16", beta2=257 / 258).moments == "bf16"
 
 
 def test_a_recipe_is_varied_by_replacing_fields():

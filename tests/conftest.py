@@ -1,4 +1,4 @@
-"""What every test may rely on: two threads, fixed seeds, no network, own folders.
+"""What every test may rely on: two cores, fixed seeds, no network, own folders.
 
 Nothing here imports labkit: the shape checks of the main run are woven in as it is
 first imported, which is after this file.
@@ -49,7 +49,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def _limit_threads() -> None:
     import torch
 
-    torch.set_num_threads(min(2, torch.get_num_threads()))
+    n_workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    torch.set_num_threads(max(1, min(2, torch.get_num_threads()) // n_workers))
 
 
 def _fix_hypothesis() -> None:

@@ -31,6 +31,8 @@ NBVAL = (
     "--nbval-cell-timeout=180",
     "--nbval-sanitize-with=tests/notebooks/sanitize.cfg",
 )
+BESIDE = ("-n", "2", "--dist", "worksteal")
+"""Two processes share the tests, with a core each."""
 NO_TESTS = 5
 """Exit status of a pytest that found no test: a failure, for every step has some."""
 
@@ -65,8 +67,8 @@ def steps() -> list[Step]:
         Step(name="style", commands=style, minutes=1),
         Step(
             name="unit",
-            commands=((*shaped, "labkit", "tests/gates", "tests/unit"),),
-            minutes=17,
+            commands=((*shaped, *BESIDE, "labkit", "tests/gates", "tests/unit"),),
+            minutes=14,
         ),
         Step(
             name="compile",

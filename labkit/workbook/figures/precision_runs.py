@@ -1,0 +1,251 @@
+"""Runs in FP8: losses beside those of BF16, and what a scheduler did when.
+
+    paired_losses(runs, window=…, title=…)            curves, window means, spread
+    scheduler_timeline(start, decisions, losses, title=…)
+
+`runs` maps two names, the reference first, to the losses of each seed. `start` maps
+modules to levels, `decisions` are records with `step`, `module` and `after`, `losses`
+are pairs of step and loss in the order in which they were computed, so that a step that
+was rolled back is among them twice.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+from jaxtyping import Float, Int
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from labkit.workbook.figures.charts import Points
+from labkit.workbook.figures.precision import panels
+from labkit.workbook.figures.style import COLOURS, SERIES
+
+LEVEL_COLOURS = {"fp8": "#0072B2", "fp8-high-wgrad": "#7CC4EC", "high": "#DDDDDD"}
+"""Levels by colour: the darker, the narrower the numbers."""
+
+MOST_ROWS = 24
+"""Rows that a timeline has room for."""
+
+
+@runtime_checkable
+class Decided(Protocol):
+    """A change of a module's level."""
+
+    @property
+    def step(self) -> int: ...
+    @property
+    def module(self) -> str: ...
+    @property
+    def after(self) -> str: ...
+
+
+def paired_losses(
+    runs: Mapping[str, Sequence[Sequence[float]]],
+    *,
+    window: int,
+    title: str,
+    bound: float = 0.5,
+) -> Figure:
+    """Return losses of two kinds of runs in pairs, and the gap between their means.
+
+    Args:
+        runs: losses by step for each seed, of the reference and of what is compared
+            with it; seeds in the same order, all runs equally long.
+        window: steps of which a mean is taken.
+        title: the finding.
+        bound: gap that is allowed, in percent.
+
+    Raises:
+        ValueError: not two kinds, or runs that are no pairs.
+    """
+    (reference, first), (other, second) = _pairs(runs)
+    margins = {"left": 0.1, "right": 0.86, "top": 0.9, "bottom": 0.12, "hspace": 0.25}
+    fig, (upper, lower) = panels(
+        title, 2, 1, height=400, sharex=True, gridspec_kw=margins
+    )
+    for name, losses, colour in ((reference, first, 0), (other, second, 1)):
+        means = window_means(losses, window)
+        steps = _window_ends(means, window)
+        for seed in means:
+            upper.plot(steps, seed, color=SERIES[colour], linewidth=0.8, alpha=0.6)
+        style = "-" if colour == 0 else "--"
+        upper.plot(steps, means.mean(0), style, color=SERIES[colour], label=name)
+    upper.set_ylabel(f"loss, mean of {window} steps")
+    upper.legend(frameon=False)
+    _draw_gap(lower, gaps(first, second, window), window=window, bound=bound)
+    lower.set_ylabel(f"{other} above {reference} (%)")
+    lower.set_xlabel("step")
+    return fig
+
+
+def _pairs(
+    runs: Mapping[str, Sequence[Sequence[float]]],
+) -> list[tuple[str, Float[np.ndarray, "seeds steps"]]]:
+    lengths = {len(seed) for seeds in runs.values() for seed in seeds}
+    numbers = {len(seeds) for seeds in runs.values()}
+    if len(runs) != 2 or len(lengths) != 1 or len(numbers) != 1:
+        raise ValueError(
+            "runs must be two kinds with as many seeds each and as many steps; got "
+            f"{len(runs)} kinds, seeds {sorted(numbers)}, steps {sorted(lengths)}. "
+            "Give each kind the same seeds, for as many steps."
+        )
+    return [(name, np.asarray(seeds, float)) for name, seeds in runs.items()]
+
+
+def window_means(
+    losses: Float[np.ndarray, "seeds steps"], window: int
+) -> Float[np.ndarray, "seeds windows"]:
+    """Return the means of windows of steps, the last one whole, by seed.
+
+    >>> window_means(np.array([[9.0, 1.0, 3.0, 5.0, 7.0]]), 2).tolist()
+    [[2.0, 6.0]]
+    """
+    n = losses.shape[-1] // window
+    whole = losses[:, losses.shape[-1] - n * window :]
+    return whole.reshape(len(losses), n, window).mean(-1)
+
+
+def gaps(
+    reference: Float[np.ndarray, "seeds steps"],
+    other: Float[np.ndarray, "seeds steps"],
+    window: int,
+) -> Float[np.ndarray, "seeds windows"]:
+    """Return by how many percent each seed's window means exceed the reference's.
+
+    >>> gaps(np.array([[2.0, 2.0]]), np.array([[2.0, 2.2]]), 1).round(6).tolist()
+    [[0.0, 10.0]]
+    """
+    before, after = window_means(reference, window), window_means(other, window)
+    return 100 * (after / before - 1)
+
+
+def _window_ends(
+    means: Float[np.ndarray, "seeds windows"], window: int
+) -> Int[np.ndarray, "windows"]:
+    return window * np.arange(1, means.shape[1] + 1)
+
+
+def _draw_gap(
+    axes: Axes, gap: Float[np.ndarray, "seeds windows"], *, window: int, bound: float
+) -> None:
+    """Draw the mean gap, the seeds' spread and the bound; name the last gap."""
+    steps, mean = _window_ends(gap, window), gap.mean(0)
+    axes.axhspan(-bound, bound, color="#EEEEEE", linewidth=0)
+    axes.axhline(0, color="#666666", linewidth=1)
+    axes.fill_between(steps, gap.min(0), gap.max(0), color=SERIES[1], alpha=0.25)
+    axes.plot(steps, mean, color=SERIES[1], marker="o", markersize=3)
+    text = f"{mean[-1]:+.2f} %\n({gap[:, -1].min():+.2f} to {gap[:, -1].max():+.2f})"
+    axes.annotate(
+        text,
+        (steps[-1], mean[-1]),
+        xytext=(6, 0),
+        textcoords="offset points",
+        va="center",
+        fontsize=9,
+        color=SERIES[1],
+        annotation_clip=False,
+    )
+
+
+def scheduler_timeline(
+    start: Mapping[str, str],
+    decisions: Sequence[Decided],
+    losses: Points,
+    *,
+    title: str,
+) -> Figure:
+    """Return modules' levels over the steps computed, decisions marked, loss below.
+
+    Modules that have the same history share a row. Where a step's number is not beyond
+    the one before, the run was rolled back.
+
+    Args:
+        start: level of each module before the first step.
+        decisions: changes of levels, in order.
+        losses: pairs of step and loss, in the order of computing.
+        title: the finding.
+    """
+    numbers = [int(step) for step, _ in losses]
+    places = decided_at(numbers, decisions)
+    rows = _histories(start, decisions, places)
+    margins = {"left": 0.27, "right": 0.97, "bottom": 0.12, "hspace": 0.12}
+    height = 260 + 20 * min(len(rows), MOST_ROWS)
+    fig, (upper, lower) = panels(
+        title,
+        2,
+        1,
+        height=height,
+        sharex=True,
+        height_ratios=(max(20 * len(rows), 40), 130),
+        gridspec_kw=margins | {"top": 1 - 62 / height},
+    )
+    for row, (changes, names) in enumerate(rows.items()):
+        _draw_levels(upper, row, changes, n_steps=len(numbers))
+        upper.text(
+            -0.01,
+            row,
+            _label(names),
+            transform=upper.get_yaxis_transform(),
+            ha="right",
+            va="center",
+            fontsize=9,
+        )
+    upper.set_ylim(len(rows) - 0.4, -0.6)
+    upper.set_yticks([])
+    upper.grid(visible=False)
+    _draw_losses(lower, losses, numbers)
+    return fig
+
+
+def decided_at(numbers: Sequence[int], decisions: Sequence[Decided]) -> list[int]:
+    """Return where in the steps computed each decision was made.
+
+    Args:
+        numbers: the steps computed, those that were rolled back among them.
+        decisions: in order; one whose step was never computed is where the one before
+            it is.
+    """
+    places, at = [], 0
+    for decision in decisions:
+        later = range(at, len(numbers))
+        at = next((i for i in later if numbers[i] == decision.step), at)
+        places.append(at)
+    return places
+
+
+def _histories(
+    start: Mapping[str, str], decisions: Sequence[Decided], places: Sequence[int]
+) -> dict[tuple[tuple[int, str], ...], list[str]]:
+    """Return modules by their history: (place, level) for each change."""
+    changes = {name: [(0, level)] for name, level in start.items()}
+    for decision, place in zip(decisions, places, strict=True):
+        changes.setdefault(decision.module, []).append((place, decision.after))
+    rows: dict[tuple[tuple[int, str], ...], list[str]] = {}
+    for name, history in changes.items():
+        rows.setdefault(tuple(history), []).append(name)
+    return rows
+
+
+def _label(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+
+
+def _draw_levels(
+    axes: Axes, row: int, changes: Sequence[tuple[int, str]], *, n_steps: int
+) -> None:
+    """Draw a row of levels, with a mark at each change."""
+    ends = [place for place, _ in changes[1:]] + [n_steps]
+    for (place, level), end in zip(changes, ends, strict=True):
+        axes.barh(row, end - place, left=place, color=LEVEL_COLOURS[level], height=0.7)
+    at = [place for place, _ in changes[1:]]
+    axes.plot(at, [row] * len(at), "D", color=COLOURS["ink"], markersize=5)
+
+
+def _draw_losses(axes: Axes, losses: Points, numbers: Sequence[int]) -> None:
+    axes.plot(range(len(losses)), [loss for _, loss in losses], color=SERIES[0])
+    for place in range(1, len(numbers)):
+        if numbers[place] <= numbers[place - 1]:
+            axes.axvline(place, color=SERIES[1], linestyle="--", linewidth=1.3)
+    axes.set_ylabel("loss")
+    axes.set_xlabel("steps computed, those that were rolled back among them")

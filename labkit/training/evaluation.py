@@ -11,7 +11,7 @@ from torch import nn
 
 from labkit.training.accumulation import autocast
 from labkit.training.ranks import Ranks
-from labkit.training.windows import Batch
+from labkit.training.windows import Batch, Windows
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +59,25 @@ def evaluate(
             sums[1] += batch.n_targets
     nats, n_tokens = ranks.sum(sums).tolist()
     return Evaluation(nats / n_tokens, int(n_tokens))
+
+
+def sample_of(
+    windows: Windows, size: int, n_batches: int, ranks: Ranks
+) -> Iterator[Batch]:
+    """Yield this rank's share of the first windows, in batches of a size.
+
+    Args:
+        windows: the text.
+        size: windows in a batch.
+        n_batches: of each rank; fewer if the text has fewer windows.
+        ranks: who shares the sample.
+    """
+    n_windows = min(ranks.world * n_batches * size, windows.per_epoch)
+    first, last = (
+        n_windows * rank // ranks.world for rank in (ranks.rank, ranks.rank + 1)
+    )
+    for start in range(first, last, size):
+        yield windows.take(start, min(size, last - start))
 
 
 @contextmanager

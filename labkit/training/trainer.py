@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 from jaxtyping import Int
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm.auto import tqdm
 
 from labkit.config import Layout, TrainConfig, model_to_dict
@@ -22,7 +22,6 @@ from labkit.hardware.usage import used_memory
 from labkit.memory.out_of_memory import ALONE, OutOfMemory, memory_guard
 from labkit.model import Transformer
 from labkit.monitor import Monitor, StepMetrics
-from labkit.training import corpus as corpora
 from labkit.training import schedules
 from labkit.training.accumulation import (
     COMPUTE_DTYPES,
@@ -34,22 +33,21 @@ from labkit.training.accumulation import (
 from labkit.training.checkpoint import (
     CHECKPOINT_NAME,
     Checkpoint,
-    checkpoint_path,
     gather_tensors,
-    read_checkpoint,
     require_finite,
     scatter_tensors,
     write_checkpoint,
 )
-from labkit.training.checkpoint_check import read_configs
 from labkit.training.corpus import Corpus
-from labkit.training.evaluation import Evaluation, evaluate
+from labkit.training.evaluation import Evaluation, evaluate, sample_of
 from labkit.training.interrupt import held_interrupt
 from labkit.training.optimizer import MOMENTS, build_optimizer
 from labkit.training.ranks import Ranks
 from labkit.training.recipes import require_fit, require_run
 from labkit.training.run_folder import folder_in_use, monitor_in, require_new
+from labkit.training.saved_run import open_run
 from labkit.training.stopwatch import Stopwatch
+from labkit.training.update import update_weights
 from labkit.training.windows import BatchCursor, Windows
 
 
@@ -135,26 +133,20 @@ class Trainer:
             ValueError: the checkpoint is not whole, or the text is another one. The
                 global state of random numbers is as it was.
         """
-        path = checkpoint_path(path)
-        saved = read_checkpoint(path)
-        values = saved.values
-        cfg, train = read_configs(values)
-        if corpus is None:
-            corpus = corpora.reopen(values["corpus"])
-        corpora.require_same_text(corpus, values["corpus"]["fingerprint"])
-        run_dir = path.parent if path.name == CHECKPOINT_NAME else None
+        saved = open_run(path, corpus)
+        run_dir, values = saved.run_dir, saved.checkpoint.values
         device = torch.device(device or torch.get_default_device())
-        model = Transformer(cfg, device=device, generator=torch.Generator(device))
+        model = Transformer(saved.cfg, device=device, generator=torch.Generator(device))
         trainer = cls(
             model,
-            train,
-            corpus,
+            saved.train,
+            saved.corpus,
             monitor=monitor or monitor_in(run_dir, Ranks.current()),
             memory_limit=memory_limit,
         )
         trainer.run_dir = run_dir
         trainer.cursor.load_state_dict(values["cursor"])
-        scatter_tensors(saved.tensors, model, trainer.optimizer)
+        scatter_tensors(saved.checkpoint.tensors, model, trainer.optimizer)
         trainer.n_steps_done = values["n_steps_done"]
         trainer._folder = run_dir
         trainer._n_steps_saved = None if run_dir is None else trainer.n_steps_done
@@ -238,7 +230,9 @@ class Trainer:
         stopwatch.lap("communication")
         lr = schedules.learning_rate(self.train, self.n_steps_done)
         self._is_whole = False
-        grad_norm = self._update_weights(loss.load, lr)
+        grad_norm = update_weights(
+            self.model, self.optimizer, self.train, self.n_steps_done, loss.load
+        )
         stopwatch.lap("optimizer")
         self.cursor.advance(self.train.global_batch)
         self.n_steps_done += 1
@@ -260,24 +254,6 @@ class Trainer:
             if mtp is None
             else schedules.mtp_weight(self.train, mtp.loss_weight, self.n_steps_done),
         )
-
-    def _update_weights(self, load: Int[Tensor, "l e"], lr: float) -> float:
-        """Clip, step and move the router biases; return the norm before clipping.
-
-        Gradients that are not finite would ruin weights and moments, so they change
-        nothing.
-        """
-        parameters = self.model.parameters()
-        norm = nn.utils.clip_grad_norm_(parameters, self.train.grad_clip).item()
-        if not math.isfinite(norm):
-            return norm
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.optimizer.step()
-        rate = schedules.bias_update_rate(self.train, self.n_steps_done)
-        if rate > 0 and load.numel():
-            self.model.update_router_bias(load, rate)
-        return norm
 
     def _metrics(
         self, loss: StepLoss, lr: float, grad_norm: float, stopwatch: Stopwatch
@@ -384,14 +360,7 @@ class Trainer:
                 f"n_batches must be at least 1; got {n_batches}. Set n_batches=8 or so."
             )
         size = self.train.micro_batch
-        n_windows = min(self.ranks.world * n_batches * size, self.valid.per_epoch)
-        first, last = (
-            n_windows * rank // self.ranks.world
-            for rank in (self.ranks.rank, self.ranks.rank + 1)
-        )
-        batches = (
-            self.valid.take(start, min(size, last - start)).to(self.device)
-            for start in range(first, last, size)
-        )
+        sample = sample_of(self.valid, size, n_batches, self.ranks)
+        batches = (batch.to(self.device) for batch in sample)
         dtype = COMPUTE_DTYPES[self.train.precision]
         return evaluate(self.model, batches, dtype=dtype, ranks=self.ranks)

@@ -8,19 +8,20 @@
 size and its `QuantizationReport`, `series` a name to pairs of a length and an error.
 """
 
+import math
+import re
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import matplotlib as mpl
-import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from labkit.precision.errors import QuantizationReport
 from labkit.precision.formats import Format
-from labkit.workbook.figures.charts import STYLES, Points, lines
+from labkit.workbook.figures.charts import Points, lines
 from labkit.workbook.figures.style import (
     PIXELS_PER_INCH,
     SERIES,
@@ -31,8 +32,8 @@ from labkit.workbook.figures.style import (
 Reports = Sequence[tuple[float, QuantizationReport]]
 """What a tensor lost, by the size of what makes it hard."""
 
-LEAST_PERCENT = 1e-4
-"""Errors below this are drawn here: a logarithmic axis has no zero."""
+WIDTHS = (6.5, 5, 3.8, 2.7, 1.7, 0.9)
+"""Of curves: one that lies on another leaves its edges in sight."""
 
 PANELS: Mapping[str, str] = MappingProxyType(
     {
@@ -70,56 +71,71 @@ def panels(
 
 
 def number_formats(formats: Sequence[Format], *, title: str) -> Figure:
-    """Return where the values of formats lie between 1 and 4, and how far they reach.
+    """Return where the values of formats lie between 1 and 3, and how far they reach.
 
     Args:
-        formats: one row each, the first on top.
+        formats: one row each, the first on top; at most six.
         title: the finding.
     """
-    margins = {"left": 0.13, "right": 0.97, "top": 0.86, "bottom": 0.13, "hspace": 0.62}
+    margins = {"left": 0.09, "right": 0.97, "top": 0.9, "bottom": 0.13, "hspace": 0.55}
     fig, (upper, lower) = panels(
         title, 2, 1, height=190 + 56 * len(formats), gridspec_kw=margins
     )
     for row, (fmt, colour) in enumerate(zip(formats, SERIES, strict=False)):
-        values = values_between(fmt, 1, 4)
-        upper.vlines(values, row - 0.38, row + 0.38, color=colour, linewidth=0.9)
+        values = values_between(fmt, 1, 3)
+        width = 1.2 if len(values) < 50 else 0.6
+        upper.vlines(
+            values, row - 0.38, row + 0.38, color=colour, linewidth=width, snap=False
+        )
         _draw_range(lower, row, fmt, colour)
     names = [fmt.name.upper() for fmt in formats]
     for axes in (upper, lower):
         axes.set_yticks(range(len(formats)), names)
         axes.set_ylim(len(formats) - 0.4, -0.6)
         axes.grid(visible=False, axis="y")
-    upper.set_xlim(0.97, 4.03)
-    upper.set_xticks([1, 2, 3, 4])
-    upper.set_xlabel("each value that there is between 1 and 4")
-    lower.set_xlabel("from the smallest value to the largest, as powers of two")
+    upper.set_xlim(0.985, 3.015)
+    upper.set_xticks([1, 1.5, 2, 2.5, 3])
+    upper.set_xlabel("every value that there is from 1 to 3")
+    lower.set_xlim(-140, 134)
+    lower.set_xticks(range(-128, 129, 32))
     lower.xaxis.set_major_formatter(FuncFormatter(lambda at, _: f"2$^{{{at:.0f}}}$"))
+    lower.set_xlabel("from the smallest value to the largest; pale: with fewer digits")
     return fig
 
 
 def values_between(fmt: Format, low: float, high: float) -> list[float]:
-    """Return all normal values of a format from `low` to `high`, both powers of two.
+    """Return all values of a format from `low`, a power of two, up to `high`.
 
     >>> from labkit.precision.formats import FORMATS
-    >>> values_between(FORMATS["e5m2"], 1, 4)
-    [1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 3.5, 4.0]
+    >>> values_between(FORMATS["e5m2"], 1, 3)
+    [1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0]
     """
-    n, values, at = 2**fmt.mantissa_bits, [], low
-    while at < high:
+    n, values, at = 2**fmt.mantissa_bits, [], float(low)
+    while at <= high:
         values += [at * (1 + step / n) for step in range(n)]
         at *= 2
-    return [float(value) for value in (*values, high)]
+    return [value for value in values if value <= high]
 
 
 def _draw_range(axes: Axes, row: int, fmt: Format, colour: str) -> None:
-    """Draw a format's range; pale where mantissas are short."""
+    """Draw a format's range, pale where mantissas are short, and say what it is."""
     ends = (fmt.smallest, fmt.smallest_normal, fmt.largest)
-    least, normal, most = (float(np.log2(end)) for end in ends)
-    axes.barh(row, most - normal, left=normal, color=colour, height=0.5)
-    axes.barh(row, normal - least, left=least, color=colour, alpha=0.35, height=0.5)
-    steps = 2**fmt.mantissa_bits
-    text = f" {steps} values per power of two, up to {fmt.largest:,.6g}"
-    axes.text(most, row, text, va="center", fontsize=9)
+    least, normal, most = (math.log2(end) for end in ends)
+    axes.barh(row, most - normal, left=normal, color=colour, height=0.62)
+    axes.barh(row, normal - least, left=least, color=colour, alpha=0.4, height=0.62)
+    n, largest = 2**fmt.mantissa_bits, f"{fmt.largest:,.6g}"
+    is_wide = fmt.largest > 1e9
+    if is_wide:
+        largest = f"{fmt.largest:.1e}".replace("e+", " · 10^")
+        largest = re.sub(r"10\^(\d+)", r"10$^{\1}$", largest)
+    axes.text(
+        0 if is_wide else most + 2,
+        row,
+        f"{n} values per power of two, up to {largest}",
+        ha="center" if is_wide else "left",
+        va="center",
+        fontsize=9,
+    )
 
 
 def errors_by_tile(
@@ -139,11 +155,11 @@ def errors_by_tile(
     margins = {"left": 0.09, "right": 0.985, "top": 0.83, "bottom": 0.3, "wspace": 0.3}
     fig, row = panels(title, 1, 3, height=320, gridspec_kw=margins)
     for axes, (field, name) in zip(row, PANELS.items(), strict=True):
-        looks = zip(reports.items(), SERIES, STYLES, strict=False)
-        for (curve, pairs), colour, style in looks:
+        looks = zip(reports.items(), SERIES, WIDTHS, strict=False)
+        for (curve, pairs), colour, width in looks:
             sizes = [size for size, _ in pairs]
             errors = [100 * getattr(report, field) for _, report in pairs]
-            axes.plot(sizes, errors, style, color=colour, label=curve)
+            axes.plot(sizes, errors, color=colour, label=curve, linewidth=width)
         axes.set_xscale("log")
         axes.set_title(name, fontsize=9.5, fontweight="normal")
         axes.set_ylim(bottom=0)
@@ -175,8 +191,4 @@ def accumulation(
         title: the finding.
         y: what the errors are, with their unit.
     """
-    x = "products in the sum, K"
-    fig = lines(series, title=title, x=x, y=y, log="xy")
-    places = sorted({point[0] for points in series.values() for point in points})
-    fig.axes[0].xaxis.set_major_locator(FixedLocator(places))
-    return fig
+    return lines(series, title=title, x="products in the sum, K", y=y, log="xy")

@@ -9,23 +9,45 @@ are pairs of step and loss in the order in which they were computed, so that a s
 was rolled back is among them twice.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Float, Int
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 
 from labkit.workbook.figures.charts import Points
 from labkit.workbook.figures.precision import panels
 from labkit.workbook.figures.style import COLOURS, SERIES
 
-LEVEL_COLOURS = {"fp8": "#0072B2", "fp8-high-wgrad": "#7CC4EC", "high": "#DDDDDD"}
-"""Levels by colour: the darker, the narrower the numbers."""
+LEVELS: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "fp8": ("#0072B2", "FP8"),
+        "fp8-high-wgrad": ("#8CCBF0", "FP8, wgrad high"),
+        "high": ("#DDDDDD", "high"),
+    }
+)
+"""Colour and name of a level: the darker, the more is in FP8."""
 
-MOST_ROWS = 24
-"""Rows that a timeline has room for."""
+DECISION: Mapping[str, Any] = MappingProxyType(
+    {"marker": "D", "linestyle": "", "color": COLOURS["ink"], "markersize": 4.5}
+)
+"""The look of a decision's mark."""
+
+BEYOND: Mapping[str, Any] = MappingProxyType(
+    {"marker": "^", "linestyle": "", "color": SERIES[1], "markersize": 6}
+)
+"""The look of a loss that has no place on the axis."""
+
+ROW = 21
+"""Pixels of a row of a timeline."""
+
+LETTERS = 33
+"""That fit beside a row."""
 
 
 @runtime_checkable
@@ -71,11 +93,11 @@ def paired_losses(
             upper.plot(steps, seed, color=SERIES[colour], linewidth=0.8, alpha=0.6)
         style = "-" if colour == 0 else "--"
         upper.plot(steps, means.mean(0), style, color=SERIES[colour], label=name)
-    upper.set_ylabel(f"loss, mean of {window} steps")
+    upper.set_ylabel("loss")
     upper.legend(frameon=False)
     _draw_gap(lower, gaps(first, second, window), window=window, bound=bound)
     lower.set_ylabel(f"{other} above {reference} (%)")
-    lower.set_xlabel("step")
+    lower.set_xlabel(f"step; each point is the mean of the {window} steps up to it")
     return fig
 
 
@@ -132,6 +154,7 @@ def _draw_gap(
     """Draw the mean gap, the seeds' spread and the bound; name the last gap."""
     steps, mean = _window_ends(gap, window), gap.mean(0)
     axes.axhspan(-bound, bound, color="#EEEEEE", linewidth=0)
+    axes.text(steps[0], bound, f"±{bound:g} %", va="top", fontsize=9, color="#666666")
     axes.axhline(0, color="#666666", linewidth=1)
     axes.fill_between(steps, gap.min(0), gap.max(0), color=SERIES[1], alpha=0.25)
     axes.plot(steps, mean, color=SERIES[1], marker="o", markersize=3)
@@ -167,34 +190,38 @@ def scheduler_timeline(
         title: the finding.
     """
     numbers = [int(step) for step, _ in losses]
-    places = decided_at(numbers, decisions)
-    rows = _histories(start, decisions, places)
-    margins = {"left": 0.27, "right": 0.97, "bottom": 0.12, "hspace": 0.12}
-    height = 260 + 20 * min(len(rows), MOST_ROWS)
+    rows = _histories(start, decisions, decided_at(numbers, decisions))
+    height = 270 + ROW * len(rows)
+    margins = {"left": 0.33, "right": 0.97, "hspace": 0.08}
+    margins |= {"top": 1 - 66 / height, "bottom": 52 / height}
     fig, (upper, lower) = panels(
         title,
         2,
         1,
         height=height,
         sharex=True,
-        height_ratios=(max(20 * len(rows), 40), 130),
-        gridspec_kw=margins | {"top": 1 - 62 / height},
+        height_ratios=(ROW * len(rows), 140),
+        gridspec_kw=margins,
     )
     for row, (changes, names) in enumerate(rows.items()):
         _draw_levels(upper, row, changes, n_steps=len(numbers))
-        upper.text(
-            -0.01,
-            row,
-            _label(names),
-            transform=upper.get_yaxis_transform(),
+        upper.annotate(
+            label_of(names),
+            (0, row),
+            xycoords=("axes fraction", "data"),
+            xytext=(-5, 0),
+            textcoords="offset points",
             ha="right",
             va="center",
-            fontsize=9,
+            fontsize=8.5,
         )
-    upper.set_ylim(len(rows) - 0.4, -0.6)
+    upper.set_ylim(len(rows) - 0.5, -0.5)
     upper.set_yticks([])
+    upper.set_xlim(0, len(numbers))
     upper.grid(visible=False)
-    _draw_losses(lower, losses, numbers)
+    upper.tick_params(bottom=False)
+    _name_levels(fig, y=1 - 30 / height)
+    _draw_losses(lower, losses)
     return fig
 
 
@@ -227,8 +254,36 @@ def _histories(
     return rows
 
 
-def _label(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+def label_of(names: Sequence[str]) -> str:
+    """Return a short name for modules, cut to what a row has room for.
+
+    >>> label_of(["layers.1.attn.wo"])
+    'layers.1.attn.wo'
+    >>> label_of([f"layers.{i}.attn.{w}" for i in (0, 1, 3) for w in ("wq_a", "wo")])
+    'layers 0-1, 3: wq_a, wo'
+    """
+    if len(names) == 1:
+        return names[0]
+    words = [name.split(".") for name in names]
+    depths = sorted({int(word) for each in words for word in each if word.isdigit()})
+    parts = list(dict.fromkeys(each[-1] for each in words))
+    text = f"layers {ranges(depths)}: {', '.join(parts)}"
+    return text if len(text) <= LETTERS else f"{text[: LETTERS - 1]}…"
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Return ascending numbers with runs of them shortened.
+
+    >>> ranges([0, 1, 2, 4, 7, 8])
+    '0-2, 4, 7-8'
+    """
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs)
 
 
 def _draw_levels(
@@ -237,15 +292,45 @@ def _draw_levels(
     """Draw a row of levels, with a mark at each change."""
     ends = [place for place, _ in changes[1:]] + [n_steps]
     for (place, level), end in zip(changes, ends, strict=True):
-        axes.barh(row, end - place, left=place, color=LEVEL_COLOURS[level], height=0.7)
+        axes.barh(row, end - place, left=place, color=LEVELS[level][0], height=0.72)
     at = [place for place, _ in changes[1:]]
-    axes.plot(at, [row] * len(at), "D", color=COLOURS["ink"], markersize=5)
+    axes.plot(at, [row] * len(at), **DECISION)
 
 
-def _draw_losses(axes: Axes, losses: Points, numbers: Sequence[int]) -> None:
-    axes.plot(range(len(losses)), [loss for _, loss in losses], color=SERIES[0])
-    for place in range(1, len(numbers)):
-        if numbers[place] <= numbers[place - 1]:
-            axes.axvline(place, color=SERIES[1], linestyle="--", linewidth=1.3)
+def _name_levels(fig: Figure, *, y: float) -> None:
+    """Put the key to colours and marks below the title."""
+    keys = [Patch(color=colour, label=name) for colour, name in LEVELS.values()]
+    keys.append(Line2D([], [], **DECISION, label="decision"))
+    keys.append(Line2D([], [], color=SERIES[1], label="rolled back"))
+    keys.append(Line2D([], [], **BEYOND, label="above the axis, or not finite"))
+    fig.legend(
+        handles=keys,
+        loc="upper left",
+        bbox_to_anchor=(0.005, y),
+        ncols=len(keys),
+        frameon=False,
+        fontsize=9,
+        handlelength=1.2,
+        columnspacing=1.4,
+        borderpad=0,
+    )
+
+
+def _draw_losses(axes: Axes, losses: Points) -> None:
+    """Draw the loss; in another colour where steps were given up later."""
+    numbers, values = (np.array(each, float) for each in zip(*losses, strict=True))
+    later = np.minimum.accumulate(numbers[::-1])[::-1]
+    is_lost = np.append(later[1:] <= numbers[:-1], False)
+    kept = values[~is_lost & np.isfinite(values)]
+    top = 1.15 * kept.max() if kept.size else 1.0
+    steps = np.arange(len(values))
+    for is_drawn, colour in ((~is_lost, SERIES[0]), (is_lost, SERIES[1])):
+        axes.plot(steps, np.where(is_drawn, values, np.nan), color=colour)
+    beyond = steps[~(values <= top)]  # NaN among them
+    axes.plot(beyond, [top] * len(beyond), **BEYOND, clip_on=False)
+    for place in steps[1:][numbers[1:] <= numbers[:-1]]:
+        axes.axvline(place, color=SERIES[1], linestyle="--", linewidth=1.3)
+    low = kept.min() if kept.size else 0.0
+    axes.set_ylim(low - 0.08 * (top - low), top)
     axes.set_ylabel("loss")
-    axes.set_xlabel("steps computed, those that were rolled back among them")
+    axes.set_xlabel("steps computed; some are rolled back and computed again")

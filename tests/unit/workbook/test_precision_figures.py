@@ -30,11 +30,11 @@ def report(error, *, worst=None, underflow=0.0):
     )
 
 
-def test_each_format_has_a_mark_for_every_value_between_1_and_4():
+def test_each_format_has_a_mark_for_every_value_from_1_to_3():
     fig = number_formats(list(FORMATS.values()), title="t")
     counts = [len(marks.get_segments()) for marks in fig.axes[0].collections]
 
-    assert counts == [2 * 2**bits + 1 for bits in (3, 2, 6, 7)]
+    assert counts == [2**bits + 2 ** (bits - 1) + 1 for bits in (3, 2, 6, 7)]
 
 
 def test_errors_are_percentages_of_the_whole_the_worst_token_and_the_lost():
@@ -57,7 +57,7 @@ def test_the_gap_of_pairs_is_that_of_the_means_of_windows():
     fig = paired_losses(runs, window=2, title="t")
 
     assert fig.axes[1].lines[-1].get_ydata() == pytest.approx([5])
-    assert [text.get_text() for text in fig.axes[1].texts] == [
+    assert [text.get_text() for text in fig.axes[1].texts][-1:] == [
         "+5.00 %\n(+0.00 to +10.00)"
     ]
 
@@ -82,9 +82,33 @@ def test_a_decision_after_a_rollback_is_at_the_second_time_of_its_step():
 
 
 def test_modules_with_one_history_share_a_row():
-    start = {"a": "fp8", "b": "fp8", "c": "fp8"}
+    start = dict.fromkeys(("layers.0.wq", "layers.1.wq", "layers.1.wo"), "fp8")
     losses = [(step, 1.0) for step in range(5)]
-    fig = scheduler_timeline(start, [decision(2, "c", "high")], losses, title="t")
+    fig = scheduler_timeline(
+        start, [decision(2, "layers.1.wo", "high")], losses, title="t"
+    )
 
     names = [text.get_text() for text in fig.axes[0].texts]
-    assert names == ["a and 1 more", "c"]
+    assert names == ["layers 0-1: wq", "layers.1.wo"]
+
+
+def test_what_is_rolled_back_is_drawn_apart_and_does_not_dwarf_the_rest():
+    losses = [(1, 2.0), (2, 1.5), (3, 1e9), (4, float("nan")), (3, 1.4), (4, 1.3)]
+    fig = scheduler_timeline({"layers.0.wq": "fp8"}, [], losses, title="t")
+    kept, lost, beyond, rollback = (
+        list(line.get_xdata() if i > 1 else line.get_ydata())
+        for i, line in enumerate(fig.axes[1].lines)
+    )
+
+    assert [value for value in kept if value == value] == [2.0, 1.5, 1.4, 1.3]
+    assert [value for value in lost if value == value] == [1e9]
+    assert beyond == [2, 3]
+    assert rollback == [4, 4]
+    assert fig.axes[1].get_ylim()[1] < 3
+
+
+def test_a_run_without_one_finite_loss_is_drawn():
+    losses = [(1, float("inf"))]
+    fig = scheduler_timeline({"layers.0.wq": "fp8"}, [], losses, title="t")
+
+    assert list(fig.axes[1].lines[2].get_xdata()) == [0]

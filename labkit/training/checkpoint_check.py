@@ -36,6 +36,9 @@ RANDOM_STATE = "random.cpu"
 OPTIONAL_TENSORS = ("random.cuda",)
 """Written on machines with CUDA only."""
 
+LATER_FIELDS = ("fp8_policy", "moments")
+"""Of `TrainConfig`: files written before they existed mean their defaults."""
+
 Wanted = Mapping[str, Any]
 """The names of a JSON object, each with a test of its value or names of its own."""
 
@@ -47,6 +50,7 @@ def read_configs(values: dict[str, Any]) -> tuple[ModelConfig, TrainConfig]:
         ValueError: something that `Trainer.save` writes is missing or of another
             kind, or there is more.
     """
+    values = _completed(values)
     faults = list(_faults(values, _wanted(values)))
     if faults:
         raise ValueError(f"the checkpoint is not whole: {named(faults)}. {REMEDY}")
@@ -56,6 +60,14 @@ def read_configs(values: dict[str, Any]) -> tuple[ModelConfig, TrainConfig]:
         raise ValueError(
             f"the checkpoint holds a config that is not valid ({error}). {REMEDY}"
         ) from error
+
+
+def _completed(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values with what earlier versions did not write."""
+    if not isinstance(values.get("train"), dict):
+        return values
+    later = {f.name: f.default for f in fields(TrainConfig) if f.name in LATER_FIELDS}
+    return values | {"train": later | values["train"]}
 
 
 def _faults(found: object, wanted: Wanted, place: str = "") -> Iterator[str]:

@@ -6,7 +6,7 @@ bit, on the same machine and thread count.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -19,6 +19,7 @@ from tqdm.auto import tqdm
 from labkit.config import Layout, TrainConfig, model_to_dict
 from labkit.config.checks import require_whole
 from labkit.hardware.usage import used_memory
+from labkit.memory import apply_recompute
 from labkit.memory.out_of_memory import ALONE, OutOfMemory, memory_guard
 from labkit.model import Transformer
 from labkit.monitor import Monitor, StepMetrics
@@ -40,6 +41,7 @@ from labkit.training.checkpoint import (
 )
 from labkit.training.corpus import Corpus
 from labkit.training.evaluation import Evaluation, evaluate, sample_of
+from labkit.training.fp8 import Fp8
 from labkit.training.interrupt import held_interrupt
 from labkit.training.optimizer import MOMENTS, build_optimizer
 from labkit.training.ranks import Ranks
@@ -60,7 +62,8 @@ class Trainer:
     on CPU; CUDA and NCCL have not been run.
 
     Args:
-        model: starts from its present weights, on its present device.
+        model: starts from its present weights, on its present device, in high
+            precision; with `precision="fp8"` it is converted here.
         train: the recipe.
         corpus: the text.
         monitor: gets a record of every step; None writes `run_dir/metrics.jsonl`.
@@ -96,6 +99,7 @@ class Trainer:
         )
         self.cursor = BatchCursor(windows, ranks=self.ranks)
         self.valid = Windows(corpus.valid, train.seq_len, name="validation text")
+        self.fp8 = Fp8(model, train)
         self.n_steps_done = 0
         self.n_tokens_seen = 0
         self.load: Int[Tensor, "l e"] | None = None
@@ -283,6 +287,10 @@ class Trainer:
             return None
         flops = self.model.cfg.flops_per_token(self.train.seq_len, training=True)
         return tokens_per_second * flops / (self.monitor.peak_flops * self.ranks.world)
+
+    def recompute(self, policy: str | Sequence[str], *, k: int = 4) -> None:
+        """Put the model under a policy, as `apply_recompute`, also if it is in FP8."""
+        self.fp8.transform(lambda model: apply_recompute(model, policy, k=k))
 
     def run(
         self,

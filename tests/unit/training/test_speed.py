@@ -25,3 +25,11 @@ def test_timing_a_step_leaves_weights_and_gradients_as_they_were(make_model, bat
     assert 0 < speed.step_seconds(model, batch, dtype=torch.float32, n_trials=1) < 60
     for ours, theirs in zip(model.parameters(), untouched.parameters(), strict=True):
         assert ours.grad is None and torch.equal(ours, theirs)
+
+
+def test_fp8_which_is_bf16_with_more_work_is_never_timed(
+    make_model, batch, monkeypatch
+):
+    seconds = iter((3.0, 2.0, 1.0))
+    monkeypatch.setattr(speed, "step_seconds", lambda *_, **__: next(seconds))
+    assert speed.faster_precision(make_model(), batch) == "bf16"

@@ -1,0 +1,94 @@
+"""FP8 as a recipe asks for it: which layers of a model, and what multiplies there.
+
+None of this has been run on a GPU.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from labkit.config import TrainConfig
+from labkit.config.checks import require_choice
+from labkit.model import Transformer
+from labkit.model.experts import Experts
+from labkit.model.linear import Linear
+from labkit.precision import POLICIES, choose_backend, convert
+from labkit.precision.linear import InFp8
+
+
+class Fp8:
+    """Keeps a model in FP8 as its recipe says; one without FP8 stays as it is.
+
+    Args:
+        model: in high precision. What a caller had converted would not be in a
+            checkpoint, and a resumed run would be another one: it is refused.
+        train: the recipe.
+    """
+
+    def __init__(self, model: Transformer, train: TrainConfig) -> None:
+        require_choice({"fp8_policy": train.fp8_policy}, tuple(POLICIES))
+        _require_high(model)
+        self.model, self.train = model, train
+        self.apply()
+
+    @property
+    def is_on(self) -> bool:
+        return self.train.precision == "fp8"
+
+    def apply(self) -> None:
+        """Convert the model by the recipe's policy."""
+        if self.is_on:
+            hardware = hardware_of(next(self.model.parameters()).device)
+            convert(self.model, self.train.fp8_policy, hardware=hardware)
+
+    def transform(self, change: Callable[[Transformer], object]) -> None:
+        """Change the model in high precision, as transforms that come before FP8 do."""
+        if self.is_on:
+            convert(self.model, "bf16")
+        try:
+            change(self.model)
+        finally:
+            self.apply()
+
+    def __str__(self) -> str:
+        layers = {
+            name: module
+            for name, module in self.model.named_modules()
+            if isinstance(module, Linear | Experts)
+        }
+        in_fp8 = {n: layer for n, layer in layers.items() if isinstance(layer, InFp8)}
+        if not in_fp8:
+            return f"none of {len(layers)} layers in FP8"
+        parts = dict.fromkeys(name.rpartition(".")[2] for name in in_fp8)
+        layer = next(iter(in_fp8.values()))
+        return (
+            f"{len(in_fp8)} of {len(layers)} layers in FP8 ({', '.join(parts)}) by "
+            f"{self.train.fp8_policy}, {_means(layer)}"
+        )
+
+
+def hardware_of(device: torch.device) -> str:
+    """Return whose plan holds for training on a device: a Hopper card's, or a CPU's.
+
+    Raises:
+        ValueError: a GPU with FP8 units that cannot multiply tiles of 128 as it is.
+    """
+    return "h800" if choose_backend(device).name == "hopper" else "cpu"
+
+
+def _require_high(model: Transformer) -> None:
+    found = [name for name, part in model.named_modules() if isinstance(part, InFp8)]
+    if found:
+        raise ValueError(
+            "model must be in high precision, because a Trainer converts it as its "
+            f"recipe says; got {found[0]} in FP8. Take it back with "
+            "convert(model, 'bf16'), and set precision='fp8' and fp8_policy."
+        )
+
+
+def _means(layer: InFp8) -> str:
+    """Return in words what multiplies."""
+    device = next(layer.parameters()).device
+    place = "this CPU" if device.type == "cpu" else str(device)
+    name = layer.backend.name
+    return f"emulated on {place}" if name == "emulate" else f"by {name} on {place}"

@@ -25,7 +25,7 @@ from labkit.training.checkpoint_check import (
     Tensors,
     check_tensors,
 )
-from labkit.training.optimizer import MOMENTS, first_state
+from labkit.training.optimizer import MOMENTS, first_state, moment_dtype
 
 FORMAT = "labkit-checkpoint-1"
 
@@ -144,7 +144,7 @@ def gather_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor
     """
     tensors = {f"model.{name}": tensor for name, tensor in _weights(model).items()}
     for name, parameter in model.named_parameters():
-        state = optimizer.state.get(parameter) or first_state(parameter)
+        state = optimizer.state.get(parameter) or first_state(parameter, optimizer)
         for key, value in state.items():
             tensors[f"optimizer.{key}.{name}"] = value
     tensors[RANDOM_STATE] = torch.get_rng_state()
@@ -163,7 +163,7 @@ def scatter_tensors(
             been changed then.
     """
     weights, parameters = _weights(model), dict(model.named_parameters())
-    check_tensors(tensors, _expected(weights, parameters))
+    check_tensors(tensors, _expected(weights, parameters, optimizer))
     with torch.no_grad():
         for name, tensor in _below(tensors, "model.").items():
             weights[name].copy_(tensor)
@@ -184,13 +184,17 @@ def _weights(model: nn.Module) -> Tensors:
     return dict(model.named_parameters()) | buffers
 
 
-def _expected(weights: Tensors, parameters: Tensors) -> Tensors:
+def _expected(
+    weights: Tensors, parameters: Tensors, optimizer: torch.optim.Optimizer
+) -> Tensors:
     """Return a tensor of the right shape and dtype for each name of a checkpoint."""
     expected = {f"model.{name}": weight for name, weight in weights.items()}
     for name, parameter in parameters.items():
         expected[f"optimizer.step.{name}"] = torch.zeros(())
+        dtype = moment_dtype(parameter, optimizer)
+        moment = torch.empty_like(parameter, dtype=dtype, device="meta")
         for key in MOMENTS:
-            expected[f"optimizer.{key}.{name}"] = parameter
+            expected[f"optimizer.{key}.{name}"] = moment
     return expected | {RANDOM_STATE: torch.get_rng_state()}
 
 

@@ -1,0 +1,129 @@
+"""What FP8 costs in loss: "small" trained in FP8, BF16 and FP32 from equal starts.
+
+Runs of one seed have the same weights at the start and the same text in the same
+order; only the products differ. Compared are means of the training loss over windows
+of steps, and of the last window the validation loss too. Products in FP8 are emulated
+on a CPU: exact products of FP8 operands, summed as BF16 products are.
+
+Run with `make bench`, or `python tests/benchmarks/bench_fp8_loss.py [SEED ...]`; with
+`--write` the windows go to `data/fp8_loss.csv`, which notebook 05 reads.
+"""
+
+import argparse
+import csv
+import platform
+import statistics
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import date
+from typing import NamedTuple
+
+import torch
+
+from labkit.config import PRESETS
+from labkit.data import data_path
+from labkit.model import Transformer
+from labkit.training import Corpus, Trainer, corpus
+from labkit.training.recipes import SMALL
+
+PRECISIONS = ("fp32", "bf16", "fp8")
+
+WINDOW = 25
+"""Steps whose losses are averaged."""
+
+LIMIT = 0.005
+"""Most that the mean gap of the last window may be, of BF16's loss."""
+
+TABLE = "fp8_loss.csv"
+
+
+class Row(NamedTuple):
+    """A window of steps of one run; columns of the table."""
+
+    seed: int
+    precision: str
+    last_step: int
+    train_nats: float
+    valid_nats: float | None
+    """After the last window alone."""
+
+
+def windows(text: Corpus, seed: int, precision: str) -> Iterator[Row]:
+    """Train and yield the means of windows."""
+    generator = torch.Generator().manual_seed(seed)
+    model = Transformer(PRESETS["small"], generator=generator)
+    train = replace(SMALL, seed=seed, precision=precision)
+    trainer = Trainer(model, train, text)
+    for last in range(WINDOW, train.n_steps + 1, WINDOW):
+        steps = trainer.run(WINDOW, progress=False)
+        loss = statistics.fmean(step.loss_main for step in steps)
+        is_end = last == train.n_steps
+        valid = trainer.evaluate(32).nats if is_end else None
+        yield Row(seed, precision, last, loss, valid)
+
+
+def gaps(rows: list[Row], low: str, high: str) -> list[float]:
+    """Return by how much the last window of each seed is worse, of the better one."""
+    last = {
+        (row.seed, row.precision): row.train_nats
+        for row in rows
+        if row.last_step == SMALL.n_steps
+    }
+    seeds = dict.fromkeys(row.seed for row in rows)
+    return [last[seed, low] / last[seed, high] - 1 for seed in seeds]
+
+
+def write(rows: list[Row]) -> None:
+    """Write the table that the workbook reads."""
+    python = platform.python_version()
+    origin = {
+        "read": date.today().isoformat(),
+        "source": "measured: python tests/benchmarks/bench_fp8_loss.py --write "
+        f"(Python {python}'s standard library, PyTorch {torch.__version__}, CPU)",
+    }
+    with data_path(TABLE).open("w", newline="", encoding="utf-8") as lines:
+        table = csv.DictWriter(lines, [*Row._fields, *origin], lineterminator="\n")
+        table.writeheader()
+        for row in rows:
+            rounded = {
+                k: f"{v:.5f}" for k, v in row._asdict().items() if _is_nats(k, v)
+            }
+            table.writerow(row._asdict() | rounded | origin)
+
+
+def _is_nats(name: str, value: object) -> bool:
+    return name.endswith("nats") and value is not None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("seeds", metavar="SEED", type=int, nargs="*", default=[0, 1, 2])
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--write", action="store_true")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    text = corpus.standard_library(seq_len=SMALL.seq_len)
+    print(f"{text}\n{SMALL}", flush=True)
+    rows = []
+    for seed in options.seeds:
+        for precision in PRECISIONS:
+            rows += windows(text, seed, precision)
+            print(rows[-1], flush=True)
+    for low, high in (("bf16", "fp32"), ("fp8", "bf16")):
+        found = gaps(rows, low, high)
+        each = ", ".join(f"{gap:+.2%}" for gap in found)
+        spread = max(found) - min(found)
+        print(
+            f"{low} against {high}, last {WINDOW} steps: mean "
+            f"{statistics.fmean(found):+.2%} (seeds {each}; spread {spread:.2%})"
+        )
+    passed = abs(statistics.fmean(gaps(rows, "fp8", "bf16"))) <= LIMIT
+    print(f"within {LIMIT:.1%}" if passed else "the bar was missed")
+    if options.write:
+        write(rows)
+    sys.exit(not passed)
+
+
+if __name__ == "__main__":
+    main()

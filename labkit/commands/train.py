@@ -21,10 +21,11 @@ import torch
 from labkit.config import PRESETS, ModelConfig, TrainConfig
 from labkit.hardware import measure
 from labkit.hardware.units import from_memory
-from labkit.memory import RECOMPUTE_POLICIES, apply_recompute
+from labkit.memory import RECOMPUTE_POLICIES
 from labkit.memory.out_of_memory import OutOfMemory
 from labkit.model import Transformer, generate
 from labkit.monitor import Monitor, StepMetrics
+from labkit.precision import POLICIES
 from labkit.training import RECIPES, Corpus, Trainer, corpus, faster_precision
 from labkit.training.ranks import Ranks, process_group
 from labkit.training.recipes import require_fit
@@ -40,7 +41,10 @@ MOST_THREADS = 1024
 LEAST = {"save_every": 1, "log_every": 1, "sample": 0}
 """Smallest values of options that no config checks."""
 
-RECIPE_OPTIONS = ("n_steps", "global_batch", "micro_batch", "seq_len", "lr", "seed")
+RECIPE_OPTIONS = (
+    *("n_steps", "global_batch", "micro_batch", "seq_len", "lr", "seed"),
+    *("fp8_policy", "moments"),
+)
 NEW_RUN_OPTIONS = ("preset", "corpus", "out", "precision", *RECIPE_OPTIONS)
 
 PROMPT = "def "
@@ -53,7 +57,10 @@ TERMS = {
     "seq_len": "--seq-len",
     "lr": "--lr",
     "seed": "--seed",
+    "precision='fp8'": "--precision fp8",
     "precision": "--precision",
+    "fp8_policy": "--fp8-policy",
+    r"moments=": "--moments=",
     r"recompute=\((.*?)\)": r"--recompute \1",
     "recompute": "--recompute",
     r"policy\[(\d+)\]": "each of several --recompute",
@@ -82,8 +89,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     new.add_argument("--lr", metavar="X", type=float, help="peak learning rate")
     text = "of the weights and of the order of text"
     new.add_argument("--seed", metavar="N", type=int, help=text)
-    text = "dtype of matrix products; auto takes the faster one here"
-    new.add_argument("--precision", choices=("fp32", "bf16", "auto"), help=text)
+    text = "of matrix products; auto takes the faster of fp32 and bf16 here"
+    choices = ("fp32", "bf16", "fp8", "auto")
+    new.add_argument("--precision", choices=choices, help=text)
+    text = "which layers --precision fp8 has in FP8 (default: deepseek-v3)"
+    new.add_argument("--fp8-policy", metavar="NAME", choices=POLICIES, help=text)
+    text = "in what AdamW keeps its moments (default: fp32)"
+    choices = ("fp32", "bf16", "bf16-stochastic")
+    new.add_argument("--moments", choices=choices, help=text)
     parser.add_argument("--resume", metavar="DIR", help="go on with the run there")
     text = "steps between checkpoints (default: 100)"
     parser.add_argument("--save-every", metavar="N", type=int, default=100, help=text)
@@ -132,6 +145,12 @@ def _check(options: argparse.Namespace) -> None:
                 f"{_flag(name)} must be at least {least}; got "
                 f"{getattr(options, name)}. Set {_flag(name)} to {least} or more."
             )
+    if options.fp8_policy is not None and options.precision != "fp8":
+        raise ValueError(
+            "--fp8-policy says what --precision fp8 has in FP8; got --precision "
+            f"{options.precision or 'fp32'}. Give --precision fp8, or leave "
+            "--fp8-policy out."
+        )
     if options.threads is not None and not 1 <= options.threads <= MOST_THREADS:
         raise ValueError(
             f"--threads must lie between 1 and {MOST_THREADS}; got {options.threads}. "
@@ -149,7 +168,7 @@ def _train(options: argparse.Namespace, ranks: Ranks) -> None:
         trainer.monitor = _monitor(options, trainer)
     if options.recompute is not None:
         first, *others = options.recompute
-        apply_recompute(trainer.model, options.recompute if others else first)
+        trainer.recompute(options.recompute if others else first)
     say(_describe(trainer))
     go_on = f"go on with: python -m labkit train --resume {trainer.run_dir}"
     try:
@@ -258,7 +277,7 @@ def _recipe(options: argparse.Namespace, preset: str) -> TrainConfig:
         changes["min_lr"] = changes["lr"] * train.min_lr / train.lr
     if "global_batch" in changes and "micro_batch" not in changes:
         changes["micro_batch"] = min(train.micro_batch, changes["global_batch"])
-    if options.precision in ("fp32", "bf16"):
+    if options.precision not in (None, "auto"):
         changes["precision"] = options.precision
     return replace(train, **changes)
 
@@ -310,7 +329,7 @@ def _line_printer(interval: int, n_steps: int) -> Callable[[StepMetrics], None]:
 
 
 def _peak_flops(trainer: Trainer) -> float:
-    dtype = {"fp32": "float32", "bf16": "bfloat16"}[trainer.train.precision]
+    dtype = "float32" if trainer.train.precision == "fp32" else "bfloat16"
     dtypes = sorted({"float32", dtype})
     return measure(seconds=2.0, device=trainer.device, dtypes=dtypes).gemm_flops[dtype]
 
@@ -318,6 +337,7 @@ def _peak_flops(trainer: Trainer) -> float:
 def _describe(trainer: Trainer) -> str:
     cfg, train, ranks = trainer.model.cfg, trainer.train, trainer.ranks
     total, active = cfg.n_params(include_mtp=True), cfg.n_active_params()
+    is_fp8 = train.precision == "fp8"
     return "\n".join(
         (
             f"text        {trainer.corpus}",
@@ -327,5 +347,6 @@ def _describe(trainer: Trainer) -> str:
             f"{train.global_batch} x {train.seq_len} tokens, {train.precision}, "
             f"{ranks.world} rank(s) on "
             f"{trainer.device}, {torch.get_num_threads()} thread(s) each",
+            *([f"precision   {trainer.fp8}; the rest in BF16"] if is_fp8 else []),
         )
     )

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from labkit.__main__ import main
 from labkit.commands import train as train_command
@@ -382,3 +383,33 @@ def test_each_block_may_have_a_policy_as_an_answer_spells_it(train, tmp_path, ca
     words = shlex.split(remedy.split(", +")[0])
     assert words[0] == "--recompute" and len(words) == 6
     assert train(*options, "--out", str(tmp_path / "other"), *words) == 0
+
+
+def test_a_run_in_fp8_says_what_is_in_fp8_and_what_multiplies(train, tmp_path, capsys):
+    options = ("--precision", "fp8", "--fp8-policy", "aggressive", "--moments", "bf16")
+    assert train("--steps", "1", "--sample", "4", *options) == 0
+    line = capsys.readouterr().out.splitlines()[3]
+    assert line == (
+        "precision   46 of 46 layers in FP8 (wq_a, wq_b, wkv_a, wkv_b, wo, w1, w2, w3, "
+        "experts, head, eh_proj) by aggressive, emulated on this CPU; the rest in BF16"
+    )
+    saved = read_checkpoint(tmp_path / "run")
+    names = ("precision", "fp8_policy", "moments")
+    chosen = [saved.values["train"][name] for name in names]
+    assert chosen == ["fp8", "aggressive", "bf16"]
+    assert saved.tensors["optimizer.exp_avg.norm.weight"].dtype == torch.bfloat16
+
+
+def test_an_unknown_policy_of_fp8_lists_the_known_ones(capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "--precision", "fp8", "--fp8-policy", "bold"])
+    assert "invalid choice: 'bold' (choose from 'bf16'," in capsys.readouterr().err
+
+
+def test_a_policy_of_fp8_needs_fp8(train, tmp_path, capsys):
+    assert train("--fp8-policy", "aggressive", "--precision", "auto") == 2
+    assert capsys.readouterr().err == (
+        "labkit train: --fp8-policy says what --precision fp8 has in FP8; got "
+        "--precision auto. Give --precision fp8, or leave --fp8-policy out.\n"
+    )
+    assert not (tmp_path / "run").exists()

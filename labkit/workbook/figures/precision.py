@@ -32,6 +32,8 @@ from labkit.workbook.figures.style import (
 Reports = Sequence[tuple[float, QuantizationReport]]
 """What a tensor lost, by the size of what makes it hard."""
 
+RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
 WIDTHS = (6.5, 5, 3.8, 2.7, 1.7, 0.9)
 """Of curves: one that lies on another leaves its edges in sight."""
 
@@ -98,9 +100,18 @@ def number_formats(formats: Sequence[Format], *, title: str) -> Figure:
     upper.set_xlabel("every value that there is from 1 to 3")
     lower.set_xlim(-140, 134)
     lower.set_xticks(range(-128, 129, 32))
-    lower.xaxis.set_major_formatter(FuncFormatter(lambda at, _: f"2$^{{{at:.0f}}}$"))
+    lower.xaxis.set_major_formatter(FuncFormatter(lambda at, _: power_of_two(at)))
     lower.set_xlabel("from the smallest value to the largest; pale: with fewer digits")
     return fig
+
+
+def power_of_two(exponent: float) -> str:
+    """Return a power of two as it is written on an axis: mathematical type is slow.
+
+    >>> power_of_two(-12)
+    '2⁻¹²'
+    """
+    return f"2{f'{exponent:.0f}'.translate(RAISED)}"
 
 
 def values_between(fmt: Format, low: float, high: float) -> list[float]:

@@ -1,14 +1,20 @@
 """How boldly each module of a model computes, from FP8 throughout to none of it."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from labkit.config import ModelConfig
+from labkit.model import Transformer
+from labkit.precision.convert import convert
 from labkit.precision.plan import plan
 from labkit.precision.policies import PrecisionPolicy
+from labkit.precision.transform import to_fp8
 
 LEVELS = ("fp8", "fp8-high-wgrad", "high")
-"""From bold to safe: all three products in FP8; those of the weight's gradient as
-without conversion; all as without it."""
+"""From bold to safe: all three products in FP8; all but that of the weight's gradient;
+none. The second keeps for the backward pass what the first does, and so takes no more
+memory: what an input lost as it was kept is lost to the gradient, but not what tiles
+along the tokens would lose."""
 
 
 def modules_in_fp8(
@@ -51,13 +57,39 @@ def bolder(level: str) -> str:
     return LEVELS[max(LEVELS.index(level) - 1, 0)]
 
 
-def safest(levels: Sequence[str]) -> str:
-    """Return the safest of several levels.
+def set_levels(
+    model: Transformer,
+    levels: Mapping[str, str],
+    *,
+    policy: str | PrecisionPolicy = "deepseek-v3",
+    hardware: str = "cpu",
+) -> None:
+    """Give modules their levels, in place; weights, names and hooks stay.
 
-    >>> safest(["fp8", "high", "fp8-high-wgrad"])
-    'high'
+    Args:
+        model: as for `convert`, whose conversions this takes the place of.
+        levels: by module, as in `PrecisionScheduler.levels`; all others are "high".
+        policy: what formats inputs are kept in; it may have more in FP8, not less.
+        hardware: as in `convert`.
+
+    >>> from labkit.config import PRESETS
+    >>> model = Transformer(PRESETS["tiny"], device="meta")
+    >>> set_levels(model, {"layers.1.attn.wo": "fp8-high-wgrad"})
+    >>> model.layers[1].attn.wo.recipe.wgrad, type(model.layers[2].attn.wo).__name__
+    ('high', 'Linear')
+
+    Raises:
+        ValueError: no level, not a module that the policy has in FP8, or as in
+            `convert`. The model is as before.
     """
-    return max(levels, key=LEVELS.index)
+    known = modules_in_fp8(model.cfg, policy, hardware)
+    require_levels(levels, known)
+    high = {name for name in known if levels.get(name, "high") == "high"}
+    convert(model, policy, lambda _, name: name in high, hardware=hardware)
+    for name, level in levels.items():
+        if level == "fp8-high-wgrad":
+            module = model.get_submodule(name)
+            to_fp8(module, replace(module.recipe, wgrad="high"))
 
 
 def require_levels(levels: Mapping[str, str], modules: Sequence[str]) -> None:

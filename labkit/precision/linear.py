@@ -12,6 +12,7 @@ needs it.
 None of this has been run on a GPU.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -35,6 +36,12 @@ from labkit.precision.products import (
 )
 from labkit.precision.quantize import SCALES, QTensor, QuantSpec, quantize
 
+WGRADS = ("fp8", "high")
+
+Observer = Callable[..., None]
+"""Called with the name of a product, and with the matrix and its `QTensor` of each
+operand; by experts with `is_sampled` too: whether it is to look at values closely."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fp8Recipe:
@@ -49,12 +56,18 @@ class Fp8Recipe:
     the attention's output projection. "bf16" keeps a BF16 input itself: without cost
     where another reader keeps it, or recomputation discards it."""
 
+    wgrad: str = "fp8"
+    """One of `WGRADS`. "high" multiplies the weight's gradient as a plain layer does,
+    from the gradient that came and the input that is kept, in whatever format: no
+    tiles along the tokens, and not a byte more."""
+
     backend: str = "auto"
     """One of `BACKENDS`, or "auto": that of `choose_backend` on the weight's device."""
 
     def __post_init__(self) -> None:
         require_choice({"scale": self.scale}, SCALES)
         require_choice({"kept": self.kept}, tuple(FORMATS))
+        require_choice({"wgrad": self.wgrad}, WGRADS)
         require_choice({"backend": self.backend}, ("auto", *BACKENDS))
 
     @property
@@ -117,31 +130,49 @@ def flat_rows(x: Float[Tensor, "*b c"]) -> Float[Tensor, "n c"]:
 
 
 def fprop(
-    x: Float[Tensor, "*b i"], weight: Float[Tensor, "o i"], recipe: Fp8Recipe
+    x: Float[Tensor, "*b i"],
+    weight: Float[Tensor, "o i"],
+    recipe: Fp8Recipe,
+    observer: Observer | None = None,
 ) -> Float[Tensor, "*b o"]:
     """Return x wᵀ in the dtype that the plain layer answers in."""
-    w = quantize(weight, recipe.squares)
-    y = recipe.product(shared_rows(x, recipe.rows), w, compute_dtype(x))
+    rows, w = shared_rows(x, recipe.rows), quantize(weight, recipe.squares)
+    if observer is not None:
+        observer("fprop", (flat_rows(x), rows), (weight, w))
+    y = recipe.product(rows, w, compute_dtype(x))
     return y.view(*x.shape[:-1], -1)
 
 
 def dgrad(
-    grad: Float[Tensor, "n o"], weight: Float[Tensor, "o i"], recipe: Fp8Recipe
+    grad: Float[Tensor, "n o"],
+    weight: Float[Tensor, "o i"],
+    recipe: Fp8Recipe,
+    observer: Observer | None = None,
 ) -> Float[Tensor, "n i"]:
     """Return the gradient of a layer's input."""
-    w = transposed(quantize(weight, recipe.squares))
-    return recipe.product(quantize(grad, recipe.rows), w, grad.dtype)
+    rows, w = quantize(grad, recipe.rows), quantize(weight, recipe.squares)
+    if observer is not None:
+        observer("dgrad", (grad, rows))
+    return recipe.product(rows, transposed(w), grad.dtype)
 
 
 def wgrad(
-    grad: Float[Tensor, "n o"], x: Float[Tensor, "n i"], recipe: Fp8Recipe
+    grad: Float[Tensor, "n o"],
+    x: Float[Tensor, "n i"],
+    recipe: Fp8Recipe,
+    observer: Observer | None = None,
 ) -> Float[Tensor, "o i"]:
     """Return the gradient of a layer's weight, in FP32.
 
     Tiles lie along the tokens. The gradient is still there in high precision, and so
     is rounded once; an input that was kept in FP8 may be rounded again.
     """
-    along_tokens = (quantize(y.T.contiguous(), recipe.rows) for y in (grad, x))
+    if recipe.wgrad == "high":
+        return torch.mm(grad.T, x.type_as(grad)).float()
+    matrices = [y.T.contiguous() for y in (grad, x)]
+    along_tokens = [quantize(y, recipe.rows) for y in matrices]
+    if observer is not None:
+        observer("wgrad", *zip(matrices, along_tokens, strict=True))
     return recipe.product(*along_tokens, torch.float32)
 
 
@@ -168,27 +199,31 @@ class _Fp8Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, x: Tensor, weight: Tensor, recipe: Fp8Recipe
+        ctx: FunctionCtx,
+        x: Tensor,
+        weight: Tensor,
+        recipe: Fp8Recipe,
+        observer: Observer | None,
     ) -> Tensor:
-        y = fprop(x, weight, recipe)
+        y = fprop(x, weight, recipe, observer)
         kept = shared_rows(x, recipe.kept_rows) if ctx.needs_input_grad[1] else None
         keep(ctx, weight, *([] if kept is None else [kept]))
-        ctx.recipe = recipe
+        ctx.recipe, ctx.observer = recipe, observer
         return y
 
     @staticmethod
     @once_differentiable
     def backward(
         ctx: FunctionCtx, grad: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, None]:
+    ) -> tuple[Tensor | None, Tensor | None, None, None]:
         weight, *kept = kept_by(ctx)
+        how = ctx.recipe, ctx.observer
         rows, grad_x, grad_weight = flat_rows(grad), None, None
         if ctx.needs_input_grad[0]:
-            grad_x = dgrad(rows, weight, ctx.recipe).view(*grad.shape[:-1], -1)
+            grad_x = dgrad(rows, weight, *how).view(*grad.shape[:-1], -1)
         if ctx.needs_input_grad[1]:
-            grad_weight = wgrad(rows, kept[0].dequantize(), ctx.recipe)
-            grad_weight = grad_weight.type_as(weight)
-        return grad_x, grad_weight, None
+            grad_weight = wgrad(rows, kept[0].dequantize(), *how).type_as(weight)
+        return grad_x, grad_weight, None, None
 
 
 class InFp8:
@@ -198,6 +233,9 @@ class InFp8:
 
     plain: type[nn.Module]
     """The class that the module had before."""
+
+    observer: Observer | None = None
+    """Sees what passes with gradients quantize."""
 
     @property
     def backend(self) -> Backend:
@@ -211,4 +249,4 @@ class Fp8Linear(InFp8, Linear):
     def forward(self, x: Float[Tensor, "*b i"]) -> Float[Tensor, "*b o"]:
         if not torch.is_grad_enabled():
             return fprop(x, self.weight, self.recipe)
-        return _Fp8Linear.apply(x, self.weight, self.recipe)
+        return _Fp8Linear.apply(x, self.weight, self.recipe, self.observer)

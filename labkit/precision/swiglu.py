@@ -7,6 +7,7 @@ None of this has been run on a GPU.
 """
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -22,6 +23,7 @@ from labkit.precision.linear import (
     Fp8Linear,
     Fp8Recipe,
     InFp8,
+    Observer,
     dgrad,
     flat_rows,
     fprop,
@@ -44,30 +46,36 @@ class _Fp8SwiGLU(torch.autograd.Function):
     """silu(gate) · up, and the layer that reads it; kept are gate and up in FP8."""
 
     @staticmethod
-    def forward(
-        ctx: FunctionCtx, gate: Tensor, up: Tensor, weight: Tensor, recipe: Fp8Recipe
+    def forward(  # noqa: PLR0913  autograd takes each tensor on its own
+        ctx: FunctionCtx,
+        gate: Tensor,
+        up: Tensor,
+        weight: Tensor,
+        recipe: Fp8Recipe,
+        observer: Observer | None,
     ) -> Tensor:
         keep(ctx, weight, *(quantize(flat_rows(x), recipe.rows) for x in (gate, up)))
-        ctx.recipe = recipe
-        return fprop(F.silu(gate) * up, weight, recipe)
+        ctx.recipe, ctx.observer = recipe, observer
+        return fprop(F.silu(gate) * up, weight, recipe, observer)
 
     @staticmethod
     @once_differentiable
     def backward(
         ctx: FunctionCtx, grad: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor | None, None]:
+    ) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
         weight, *kept = kept_by(ctx)
+        how = ctx.recipe, ctx.observer
         gate, up = (q.dequantize() for q in kept)
         rows, grad_weight = flat_rows(grad), None
         if ctx.needs_input_grad[2]:
-            grad_weight = wgrad(rows, F.silu(gate) * up, ctx.recipe).type_as(weight)
-        grad_product = dgrad(rows, weight, ctx.recipe)
+            grad_weight = wgrad(rows, F.silu(gate) * up, *how).type_as(weight)
+        grad_product = dgrad(rows, weight, *how)
         shape = (*grad.shape[:-1], -1)
         grad_gate, grad_up = (
             x.to(grad.dtype).view(shape)
             for x in swiglu_backward(grad_product.float(), gate, up)
         )
-        return grad_gate, grad_up, grad_weight, None
+        return grad_gate, grad_up, grad_weight, None, None
 
 
 class Fp8MLP(InFp8, MLP):
@@ -77,7 +85,8 @@ class Fp8MLP(InFp8, MLP):
         gate, up = self.w1(x), self.w3(x)
         if not torch.is_grad_enabled() or not isinstance(self.w2, Fp8Linear):
             return self.w2(F.silu(gate) * up)
-        return _Fp8SwiGLU.apply(gate, up, self.w2.weight, self.w2.recipe)
+        last = self.w2
+        return _Fp8SwiGLU.apply(gate, up, last.weight, last.recipe, last.observer)
 
 
 class Fp8Experts(InFp8, Experts):
@@ -100,7 +109,7 @@ class Fp8Experts(InFp8, Experts):
         given = (x, weights, self.w13, self.w2, plan, self.recipe)
         if not torch.is_grad_enabled():
             return _sum_of_experts(*given)[0]
-        return _Fp8Experts.apply(*given)
+        return _Fp8Experts.apply(*given, self.observer)
 
 
 def _sum_of_experts(  # noqa: PLR0913  what the autograd function takes
@@ -110,6 +119,7 @@ def _sum_of_experts(  # noqa: PLR0913  what the autograd function takes
     w2: Float[Tensor, "e d f"],
     plan: Dispatch,
     recipe: Fp8Recipe,
+    observer: Observer | None = None,
 ) -> tuple[Float[Tensor, "n d"], Float[Tensor, "p f2"]]:
     """Return the weighted sum of each token's experts, and their hidden layers."""
     rows = _gathered(shared_rows(x, recipe.rows), plan.token)  # (p, d)
@@ -117,11 +127,14 @@ def _sum_of_experts(  # noqa: PLR0913  what the autograd function takes
     hidden = x.new_empty(len(plan.token), w13.shape[1])  # (p, 2f)
     out = x.new_empty(len(plan.token), w2.shape[1])  # (p, d)
     for expert, block in _busy(plan.ends):
-        matrix = quantize(w13[expert], recipe.squares)
-        hidden[block] = recipe.product(_gathered(rows, block), matrix, x.dtype)
+        watch = _watch(observer, expert, plan.ends)
+        own, matrix = _gathered(rows, block), quantize(w13[expert], recipe.squares)
+        if watch is not None:
+            watch("fprop", (x[plan.token[block]], own), (w13[expert], matrix))
+        hidden[block] = recipe.product(own, matrix, x.dtype)
         gate, up = hidden[block].chunk(2, dim=-1)
         product = F.silu(gate).mul_(up).mul_(scale[block])
-        out[block] = fprop(product, w2[expert], recipe)
+        out[block] = fprop(product, w2[expert], recipe, watch)
     return F.embedding_bag(plan.row, out, mode="sum"), hidden
 
 
@@ -137,39 +150,41 @@ class _Fp8Experts(torch.autograd.Function):
         w2: Tensor,
         plan: Dispatch,
         recipe: Fp8Recipe,
+        observer: Observer | None,
     ) -> Tensor:
-        out, hidden = _sum_of_experts(x, weights, w13, w2, plan, recipe)
+        out, hidden = _sum_of_experts(x, weights, w13, w2, plan, recipe, observer)
         kept = shared_rows(x, recipe.kept_rows), quantize(hidden, recipe.rows)
         keep(ctx, weights, w13, w2, plan.token, plan.row, *kept)
-        ctx.ends, ctx.recipe = plan.ends, recipe
+        ctx.ends, ctx.recipe, ctx.observer = plan.ends, recipe, observer
         return out
 
     @staticmethod
     @once_differentiable
     def backward(
         ctx: FunctionCtx, grad: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, None, None]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, None, None, None]:
         weights, w13, w2, token, row, kept_x, kept_hidden = kept_by(ctx)
-        x, recipe = kept_x.dequantize(), ctx.recipe
+        x = kept_x.dequantize()
         scale = _sorted_weights(weights, Dispatch(token, row, ctx.ends)).float()
         rows = grad.index_select(0, token)  # (p, d)
         grad_scale = torch.zeros_like(scale)
         grad_w13, grad_w2 = torch.zeros_like(w13), torch.zeros_like(w2)
         for expert, block in _busy(ctx.ends):
+            how = ctx.recipe, _watch(ctx.observer, expert, ctx.ends)
             gate, up = _gathered(kept_hidden, block).dequantize().chunk(2, dim=-1)
             product = F.silu(gate) * up
-            grad_product = dgrad(rows[block], w2[expert], recipe).float()
+            grad_product = dgrad(rows[block], w2[expert], *how).float()
             grad_scale[block] = (grad_product * product).sum(-1, keepdim=True)
             product.mul_(scale[block])
-            grad_w2[expert] = wgrad(rows[block], product, recipe)
+            grad_w2[expert] = wgrad(rows[block], product, *how)
             both = swiglu_backward(grad_product.mul_(scale[block]), gate, up)
             grad_hidden = torch.cat(both, dim=-1).to(grad.dtype)
-            grad_w13[expert] = wgrad(grad_hidden, x[token[block]], recipe)
+            grad_w13[expert] = wgrad(grad_hidden, x[token[block]], *how)
             # The gradient's rows are read; their place takes the input's.
-            rows[block] = dgrad(grad_hidden, w13[expert], recipe)
+            rows[block] = dgrad(grad_hidden, w13[expert], *how)
         grad_x = F.embedding_bag(row, rows, mode="sum")
         grad_weights = grad_scale.flatten()[row].type_as(weights)
-        return grad_x, grad_weights, grad_w13, grad_w2, None, None
+        return grad_x, grad_weights, grad_w13, grad_w2, None, None, None
 
 
 def _busy(ends: list[int]) -> Iterator[tuple[int, slice]]:
@@ -177,6 +192,14 @@ def _busy(ends: list[int]) -> Iterator[tuple[int, slice]]:
     for expert, (start, end) in enumerate(pairwise([0, *ends])):
         if end > start:
             yield expert, slice(start, end)
+
+
+def _watch(observer: Observer | None, expert: int, ends: list[int]) -> Observer | None:
+    """Return what sees an expert's products; the busiest one's are the sample."""
+    if observer is None:
+        return None
+    lengths = [end - start for start, end in pairwise([0, *ends])]
+    return partial(observer, is_sampled=expert == lengths.index(max(lengths)))
 
 
 def _gathered(q: QTensor, rows: Int[Tensor, "p"] | slice) -> QTensor:

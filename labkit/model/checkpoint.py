@@ -12,11 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from jaxtyping import Shaped
+from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from labkit.config import ModelConfig
-from labkit.config.checks import require_whole
+from labkit.config.checks import require_choice, require_whole
 from labkit.model.checkpoint_check import check_tensors
 from labkit.model.checkpoint_files import (
     FLOATS,
@@ -26,6 +26,7 @@ from labkit.model.checkpoint_files import (
 )
 from labkit.model.checkpoint_fp8 import (
     QUANTIZATION,
+    SCALE_FORMATS,
     SCALE_SUFFIX,
     dequantize_into,
     is_quantized,
@@ -47,7 +48,8 @@ def load_hf(
 ) -> Transformer:
     """Return the model that a folder in the published format holds.
 
-    FP8 weights are dequantised. Router biases stay in FP32, whatever the dtype.
+    FP8 weights are dequantised; scales that are powers of two make them exact in BF16.
+    Router biases stay in FP32, whatever the dtype.
 
     Args:
         folder: `config.json`, and safetensors files with or without an index.
@@ -99,6 +101,12 @@ def _check_quantization(folder: Path) -> None:
                 f"got {found.get(key)!r} in {folder / 'config.json'}. Take the "
                 "original release, or one in BF16."
             )
+    if found.get("scale_fmt") not in SCALE_FORMATS.values():
+        raise ValueError(
+            "scale_fmt must be 'ue8m0' or left out, as in DeepSeek's FP8 releases; got "
+            f"{found['scale_fmt']!r} in {folder / 'config.json'}. Take the original "
+            "release, or one in BF16."
+        )
 
 
 def _settle_mtp(
@@ -148,6 +156,7 @@ def save_hf(
     folder: str | Path,
     *,
     fp8: bool = False,
+    scale: str = "fp32",
     max_shard_bytes: int = 5_000_000_000,
 ) -> None:
     """Write a model in the published format, which transformers reads.
@@ -157,22 +166,37 @@ def save_hf(
         folder: where; weights that it holds are replaced once the new ones are on
             disk, other files stay.
         fp8: store matrices in FP8 blocks, and the rest in BF16, as DeepSeek-V3 does.
+        scale: of FP8 blocks, "fp32" as in DeepSeek-V3, or "po2": powers of two, as
+            since V3.1. What `load_hf` reads from these, in BF16 or FP32, is saved as
+            the same bytes; with "fp32", what it reads in FP32.
         max_shard_bytes: where to begin another file; one tensor may exceed it.
 
     Raises:
-        ValueError: the format cannot express the model, it has no weights, or the
-            folder has no name.
+        ValueError: the format cannot express the model, it has no weights, or some
+            that are not finite and would be in FP8, or the folder has no name.
         OSError: the files could not be written; what was there before is intact.
     """
     require_whole({"max_shard_bytes": max_shard_bytes})
+    _check_scale(scale, fp8=fp8)
     _check_destination(folder)
     _check_weights(model)
     dtype = torch.bfloat16 if fp8 else model.embed.weight.dtype
     config = model.cfg.to_hf() | {"dtype": str(dtype).removeprefix("torch.")}
     if fp8:
-        config["quantization_config"] = QUANTIZATION
-    tensors = _published_tensors(model, fp8=fp8)
+        name = SCALE_FORMATS[scale]
+        named_scales = {} if name is None else {"scale_fmt": name}
+        config["quantization_config"] = QUANTIZATION | named_scales
+    tensors = _published_tensors(model, scale if fp8 else None)
     write_folder(Path(folder), config, tensors, max_shard_bytes=max_shard_bytes)
+
+
+def _check_scale(scale: str, *, fp8: bool) -> None:
+    require_choice({"scale": scale}, tuple(SCALE_FORMATS))
+    if scale != "fp32" and not fp8:
+        raise ValueError(
+            f"scale={scale!r} is of FP8 blocks; without fp8=True there are none. Set "
+            "fp8=True, or leave scale out."
+        )
 
 
 def _check_destination(folder: str | Path) -> None:
@@ -196,20 +220,35 @@ def _check_weights(model: Transformer) -> None:
 
 @torch.no_grad()
 def _published_tensors(
-    model: Transformer, *, fp8: bool
+    model: Transformer, scale: str | None
 ) -> Iterator[tuple[str, Shaped[Tensor, "..."]]]:
+    """Yield what the files hold, by name; with a kind of scales, matrices in FP8."""
     weights, exact = model.state_dict(), dict(model.named_buffers())
     targets = places(model)
     for name, place in targets.items():
         tensor = place.within(weights)
-        if fp8 and is_quantized(name, tensor.shape):
-            values, scales = quantize_blocks(tensor)
+        if scale and is_quantized(name, tensor.shape):
+            values, scales = quantize_blocks(tensor, scale=scale)
+            _check_finite(name, tensor, scales)
             yield name, values
             yield name + SCALE_SUFFIX, scales
-        elif fp8 and place.parameter not in exact:
+        elif scale and place.parameter not in exact:
             yield name, tensor.bfloat16()
         else:
             yield name, tensor
     for copy, original in shared_copies(model.cfg).items():
         tensor = targets[original].within(weights)
-        yield copy, tensor.to(torch.bfloat16 if fp8 else tensor.dtype, copy=True)
+        yield copy, tensor.to(torch.bfloat16 if scale else tensor.dtype, copy=True)
+
+
+def _check_finite(
+    name: str, weight: Float[Tensor, "o i"], scales: Float[Tensor, "bo bi"]
+) -> None:
+    if scales.isfinite().all():
+        return
+    n_faults = int((~weight.isfinite()).sum())
+    raise ValueError(
+        "weights must be finite to be stored in FP8, where one that is not ruins its "
+        f"block; {name} holds {n_faults} infinities or NaN. Save an earlier state of "
+        "the model, or set fp8=False to keep these."
+    )

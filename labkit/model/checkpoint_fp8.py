@@ -4,13 +4,21 @@ A block is 128 × 128; those at the right and lower edge may be smaller. The sto
 `weight_scale_inv` is, in spite of its name, the factor that turns stored values back
 into weights (DeepSeek-V3, section 3.3, and the README of its weights).
 
+Since DeepSeek-V3.1 scales are powers of two, still in FP32, and `config.json` says so:
+`scale_fmt` is "ue8m0", the byte that would hold such an exponent. A weight that is read
+from them is exact in BF16. Its `o_proj` are reported to have other scales all the same
+(issue 961 of DeepSeek's repository), so that reading takes scales as they are.
+
 Written and read on CPUs only so far: on a GPU, where `load_hf` with a device
 dequantises, and `save_hf` quantises a model that is there, it was not run.
 """
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 BLOCK = 128
@@ -32,7 +40,15 @@ QUANTIZATION = {
     "activation_scheme": "dynamic",
     "weight_block_size": [BLOCK, BLOCK],
 }
-"""How `config.json` announces all this."""
+"""How `config.json` announces all this, whatever the scales."""
+
+SCALE_FORMATS: Mapping[str, str | None] = MappingProxyType(
+    {"fp32": None, "po2": "ue8m0"}
+)
+"""What `config.json` calls the scales, by their kind: any number, or powers of two."""
+
+LEAST = 1e-12
+"""Magnitude below which a block counts as zero."""
 
 
 def is_quantized(name: str, shape: tuple[int, ...]) -> bool:
@@ -57,20 +73,59 @@ def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def quantize_blocks(
-    weight: Float[Tensor, "o i"],
+    weight: Float[Tensor, "o i"], *, scale: str = "fp32"
 ) -> tuple[Float[Tensor, "o i"], Float[Tensor, "bo bi"]]:
-    """Return E4M3 values and scales that map each block's largest value to 448."""
+    """Return E4M3 values, and the scales to multiply them by.
+
+    A block's largest value becomes 448, or 240 up to 448 with powers of two. A block
+    that holds an infinity or NaN becomes NaN as a whole, scale and values.
+
+    Args:
+        weight: the matrix.
+        scale: kind of scales, a key of `SCALE_FORMATS`.
+    """
     values = torch.empty_like(weight, dtype=torch.float8_e4m3fn)
     scales = torch.empty(scale_shape(weight.shape), device=weight.device)
     stripes = zip(weight.split(BLOCK), values.split(BLOCK), scales, strict=True)
-    for stripe, stored, scale in stripes:
+    for stripe, stored, factors in stripes:
         largest = stripe.float().abs().amax(dim=0)  # (i,)
         largest = F.pad(largest, (0, -len(largest) % BLOCK)).unflatten(0, (-1, BLOCK))
-        scale.copy_(largest.amax(dim=-1) / LARGEST)
-        # A block of zeros has no scale of its own; any will do.
-        scale.masked_fill_(scale == 0, 1.0)
-        stored.copy_(stripe.float() / _per_column(scale, stripe.shape[1]))
+        largest = largest.amax(dim=-1)  # (bi,)
+        factors.copy_(_scales(largest, scale))
+        stored.copy_(stripe.float() / _per_column(factors, stripe.shape[1]))
+        if scale == "po2":
+            _double(stored, factors, is_half=_rounds_to_half(largest / factors))
     return values, scales
+
+
+def _scales(largest: Float[Tensor, "bi"], kind: str) -> Float[Tensor, "bi"]:
+    scales = largest.clamp_min(LEAST) / LARGEST
+    if kind == "po2":
+        exponents = (scales.view(torch.int32) + 0x7FFFFF) >> 23  # rounded up
+        scales = (exponents << 23).view(torch.float32)
+    return scales.masked_fill(~largest.isfinite(), torch.nan)
+
+
+def _rounds_to_half(quotient: Float[Tensor, "bi"]) -> Bool[Tensor, "bi"]:
+    return quotient.to(torch.float8_e4m3fn).float() == LARGEST / 2
+
+
+def _double(
+    values: Float[Tensor, "o i"],
+    scales: Float[Tensor, "bi"],
+    *,
+    is_half: Bool[Tensor, "bi"],
+) -> None:
+    """Double the values of some blocks, and halve their scales.
+
+    A block whose largest value was rounded down to 224 is to have 448 instead, as it
+    will when it is read and written again: a file that was not trained stays the same.
+    Doubling is exact in E4M3, so that the weights are what they were.
+    """
+    if is_half.any():
+        factors = 1.0 + is_half.float()
+        values.copy_(values.float() * _per_column(factors, values.shape[1]))
+        scales.div_(factors)
 
 
 def dequantize_into(

@@ -26,6 +26,7 @@ from labkit.model.checkpoint_files import (
 )
 from labkit.model.checkpoint_fp8 import (
     QUANTIZATION,
+    READ_SCALE_FORMATS,
     SCALE_FORMATS,
     SCALE_SUFFIX,
     dequantize_into,
@@ -101,11 +102,11 @@ def _check_quantization(folder: Path) -> None:
                 f"got {found.get(key)!r} in {folder / 'config.json'}. Take the "
                 "original release, or one in BF16."
             )
-    if found.get("scale_fmt") not in SCALE_FORMATS.values():
+    if found.get("scale_fmt") not in READ_SCALE_FORMATS:
         raise ValueError(
-            "scale_fmt must be 'ue8m0' or left out, as in DeepSeek's FP8 releases; got "
-            f"{found['scale_fmt']!r} in {folder / 'config.json'}. Take the original "
-            "release, or one in BF16."
+            "scale_fmt must be 'ue8m0', 'float' or left out, as in DeepSeek's FP8 "
+            f"releases; got {found['scale_fmt']!r} in {folder / 'config.json'}. Take "
+            "the original release, or one in BF16."
         )
 
 

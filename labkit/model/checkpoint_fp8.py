@@ -47,6 +47,9 @@ SCALE_FORMATS: Mapping[str, str | None] = MappingProxyType(
 )
 """What `config.json` calls the scales, by their kind: any number, or powers of two."""
 
+READ_SCALE_FORMATS = (*SCALE_FORMATS.values(), "float")
+"""Names that are read: transformers calls any number "float"."""
+
 LEAST = 1e-12
 """Magnitude below which a block counts as zero."""
 

@@ -217,10 +217,22 @@ def test_other_names_of_scales_are_refused(model, tmp_path, edit_config, found):
     with pytest.raises(ValueError) as error:
         load_hf(tmp_path)
     assert str(error.value) == (
-        "scale_fmt must be 'ue8m0' or left out, as in DeepSeek's FP8 releases; got "
-        f"{found!r} in {tmp_path / 'config.json'}. Take the original release, or one "
-        "in BF16."
+        "scale_fmt must be 'ue8m0', 'float' or left out, as in DeepSeek's FP8 "
+        f"releases; got {found!r} in {tmp_path / 'config.json'}. Take the original "
+        "release, or one in BF16."
     )
+
+
+@pytest.mark.parametrize("found", [None, "float"])
+def test_names_that_transformers_gives_scales_are_read(
+    model, tmp_path, edit_config, found
+):
+    save_hf(model, tmp_path, fp8=True)
+    before = load_hf(tmp_path).state_dict()
+    quantization = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    edit_config(quantization_config=quantization | {"scale_fmt": found})
+    after = load_hf(tmp_path).state_dict()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
 def test_scales_are_taken_as_they_are_also_where_powers_of_two_are_announced(

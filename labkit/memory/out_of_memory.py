@@ -21,6 +21,7 @@ from labkit.config.checks import require_instance, require_whole
 from labkit.hardware.units import memory
 from labkit.hardware.usage import reachable_memory
 from labkit.memory.cost import require_known
+from labkit.memory.formats import converted_formats
 from labkit.memory.measure import (
     BACKWARD,
     BEFORE_FORWARD,
@@ -29,7 +30,7 @@ from labkit.memory.measure import (
     StepWatch,
     report_of,
 )
-from labkit.memory.persistent import STATES, States
+from labkit.memory.persistent import States, states_of
 from labkit.memory.predict import predict
 from labkit.memory.recompute import recompute_policies, require_transformer
 from labkit.memory.remedies import Fit, Remedy, remedies, what_fits
@@ -85,12 +86,13 @@ class OutOfMemory(MemoryError):
 
 
 @contextmanager
-def memory_guard(
+def memory_guard(  # noqa: PLR0913, each decides alone
     model: Transformer,
     train: TrainConfig,
     optimizer: torch.optim.Optimizer | None = None,
     *,
     limit: int | None = None,
+    n_held: int = 0,
     kinds: Sequence[str] = ALONE,
     **as_predict: Any,  # noqa: ANN401, handed on
 ) -> Iterator[None]:
@@ -107,6 +109,9 @@ def memory_guard(
         limit: bytes of tensors that may live at once, the model's included. An
             operator that passes it ends the step, unless weights have been changed
             already: then the step is done first. None is no limit.
+        n_held: bytes that the caller holds beside the step, such as earlier states of
+            the run: of the limit, or of the memory that there is, the step has the
+            rest.
         kinds: of remedies, as for `remedies`; what fits is told of these alone.
         **as_predict: as for `predict`; the model's policies of recompute and the dtype
             of its weights are known.
@@ -132,8 +137,8 @@ def memory_guard(
         require_whole({"limit": limit})
     require_kinds(kinds)
     require_known(as_predict)
-    guard = _Guard(model, train, as_predict, tuple(kinds), limit)
-    watch = None if limit is None else _LimitWatch(model, optimizer, limit)
+    guard = _Guard(model, train, as_predict, tuple(kinds), limit, n_held)
+    watch = None if limit is None else _LimitWatch(model, optimizer, limit, n_held)
     try:
         with nullcontext() if watch is None else watch.watching():
             yield
@@ -175,9 +180,10 @@ class _LimitWatch(StepWatch):
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
         limit: int,
+        n_held: int,
     ) -> None:
         super().__init__(model)
-        self.limit = limit
+        self.limit, self.n_held = limit, n_held
         self.optimizer = optimizer
         self.stop: _Stop | None = None
         self.has_changed_weights = False
@@ -211,7 +217,7 @@ class _LimitWatch(StepWatch):
         if self.phases[-1].name == OPTIMIZER and func._schema.is_mutable:
             parts = {self.persistent.get(self.number_of(x) or 0) for x in inputs}
             self.has_changed_weights |= not parts.isdisjoint(("weights", "master"))
-        if self.live_bytes > self.limit and self.stop is None:
+        if self.live_bytes + self.n_held > self.limit and self.stop is None:
             operator = func.overloadpacket.__name__
             cause = f"{operator} passed the limit of {memory(self.limit)}"
             # In the backward no module runs, but what one kept is used.
@@ -293,18 +299,20 @@ class _Guard(NamedTuple):
     as_predict: Mapping[str, Any]
     kinds: tuple[str, ...]
     limit: int | None
+    n_held: int
 
     def answer(self, stop: _Stop) -> OutOfMemory:
         """Return the error that tells what to do."""
         weight = next(self.model.parameters())
         device, is_bf16 = weight.device, weight.dtype == torch.bfloat16
-        capacity = self.limit or reachable_memory(device)
+        capacity = max((self.limit or reachable_memory(device)) - self.n_held, 1)
         arguments = {
             "cfg": self.model.cfg,
             "train": self.train,
             "device": "gpu" if device.type == "cuda" else "cpu",
             "recompute": recompute_policies(self.model),
-            "states": BF16 if is_bf16 else STATES["trainer"],
+            "states": BF16 if is_bf16 else states_of(self.train),
+            "cached": converted_formats(self.model) or "compute",
             **self.as_predict,
         }
         predicted = predict(**arguments)
@@ -316,7 +324,9 @@ class _Guard(NamedTuple):
         else:
             fits = _what_fits(self.train, fit, self.kinds)
             helps = [needs, *fits, *_what_helps(found)]
-        lived = _what_lived(stop, stop.report or predicted)
+        lived = [*_what_lived(stop, stop.report or predicted)]
+        if self.n_held:
+            lived.append(f"and {memory(self.n_held)} are held beside the step")
         return OutOfMemory(
             "\n".join([_headline(stop), *lived, *helps, _what_is_left(stop)]),
             report=stop.report or predicted,

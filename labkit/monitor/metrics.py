@@ -3,7 +3,8 @@
 A `StepMetrics` is a plain record. `Monitor` appends records to a JSON Lines file,
 to TensorBoard where it is installed, and hands them to listeners such as a live
 view. The file survives a killed run: each line is written whole and at once, a torn
-last line is ignored, and a step that is run again replaces its earlier record.
+last line is ignored, and a step that is run again replaces its earlier record, be it
+after a resumption or after a rollback.
 """
 
 import importlib.util
@@ -23,6 +24,9 @@ class StepMetrics:
 
     step: int
     """Steps finished, this one included."""
+
+    attempt: int = 0
+    """How many times the run had gone back to an earlier step before this one."""
 
     tokens: int
     """Tokens seen since the start of the run, this step included."""
@@ -124,6 +128,10 @@ class Monitor:
         self._writer: Any | None = None
         self._is_open = False
 
+    def mfu(self, flops_per_second: float) -> float | None:
+        """Return the share of one device's peak; None where no peak was given."""
+        return None if self.peak_flops is None else flops_per_second / self.peak_flops
+
     def record(self, metrics: StepMetrics) -> None:
         """Write the record and tell the listeners, if its step is due."""
         if metrics.step % self.interval:
@@ -148,20 +156,38 @@ class Monitor:
         self._is_open = True
 
 
-def read_jsonl(path: str | Path) -> list[StepMetrics]:
+def read_jsonl(path: str | Path, *, all_attempts: bool = False) -> list[StepMetrics]:
     """Return the records of a run, in order of their steps.
 
     A last line without an end is left out: the run was killed while it wrote. Where
     a resumed run repeats steps, the later records stand.
+
+    Args:
+        path: the file.
+        all_attempts: whether to return steps that were taken back by a rollback too,
+            in the order in which they were done; else those stand that took their
+            place.
     """
+
     lines = Path(path).read_text(encoding="utf-8").split("\n")
-    records: list[StepMetrics] = []
-    for number, line in enumerate(lines[:-1], start=1):
-        metrics = _parse(line, f"{path}:{number}")
-        while records and records[-1].step >= metrics.step:
-            records.pop()
-        records.append(metrics)
-    return records
+    records = [
+        _parse(line, f"{path}:{number}")
+        for number, line in enumerate(lines[:-1], start=1)
+    ]
+    records = _latest(records, lambda record: (record.attempt, record.step))
+    return records if all_attempts else _latest(records, lambda record: record.step)
+
+
+def _latest(
+    records: Iterable[StepMetrics], place: Callable[[StepMetrics], Any]
+) -> list[StepMetrics]:
+    """Return the records that no later one, at their place or before it, replaces."""
+    stack: list[StepMetrics] = []
+    for record in records:
+        while stack and place(stack[-1]) >= place(record):
+            stack.pop()
+        stack.append(record)
+    return stack
 
 
 def _parse(line: str, place: str) -> StepMetrics:

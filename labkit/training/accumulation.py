@@ -14,6 +14,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from labkit.config import MTPConfig, TrainConfig
+from labkit.training import schedules
 from labkit.training.stopwatch import Stopwatch
 from labkit.training.windows import Batch
 
@@ -39,6 +41,19 @@ class LossScale:
     """Lambda of this step; None keeps the model's own."""
 
 
+def loss_scale(
+    train: TrainConfig, mtp: MTPConfig | None, n_steps_done: int, *, n_tokens: int
+) -> LossScale:
+    """Return the scale of the next step, whose targets on all ranks are `n_tokens`."""
+    return LossScale(
+        n_tokens=max(n_tokens, 1),
+        n_sequences=train.global_batch,
+        mtp_weight=None
+        if mtp is None
+        else schedules.mtp_weight(train, mtp.loss_weight, n_steps_done),
+    )
+
+
 @dataclass(slots=True)
 class StepLoss:
     """Losses and expert load of a step, summed over micro-batches."""
@@ -48,6 +63,11 @@ class StepLoss:
 
     load: Int[Tensor, "l e"]
     """Tokens routed to each expert, one row per router."""
+
+    def named(self) -> dict[str, float]:
+        """Return the losses by their names in `StepMetrics`."""
+        names = ("loss", "loss_main", "loss_mtp", "loss_balance")
+        return dict(zip(names, self.parts.tolist(), strict=True))
 
 
 def accumulate(

@@ -23,6 +23,7 @@ from labkit.config import (
     model_from_dict,
 )
 from labkit.model.checkpoint_files import named
+from labkit.precision.limits import Limits
 
 Tensors = dict[str, Shaped[Tensor, "..."]]
 
@@ -64,6 +65,7 @@ def read_configs(values: dict[str, Any]) -> tuple[ModelConfig, TrainConfig]:
 
 def _completed(values: dict[str, Any]) -> dict[str, Any]:
     """Return the values with what earlier versions did not write."""
+    values = {"scheduler": None} | values
     if not isinstance(values.get("train"), dict):
         return values
     later = {f.name: f.default for f in fields(TrainConfig) if f.name in LATER_FIELDS}
@@ -97,14 +99,33 @@ def _wanted(found: dict[str, Any]) -> Wanted:
     for name, part in OPTIONAL_PARTS.items():
         if _at(found, "model", name) is not None:
             model[name] = _names(part)
-    windows = ("n_taken", "seed", "seq_len", "n_tokens")
+    is_watched = found.get("scheduler") is not None
     return {
         "model": model,
         "train": _names(TrainConfig),
         "corpus": {"folder": _is_text_or_none, "fingerprint": _is_text},
+        "scheduler": _watch() if is_watched else _is_none,
+        **_progress(),
+    }
+
+
+def _progress() -> Wanted:
+    windows = ("n_taken", "seed", "seq_len", "n_tokens")
+    return {
         "cursor": dict.fromkeys(windows, _is_count),
         "n_steps_done": _is_count,
         "n_tokens_seen": _is_count,
+    }
+
+
+def _watch() -> Wanted:
+    """Return what `PrecisionWatch.to_values` returns."""
+    return {
+        "hardware": _is_text,
+        "limits": _names(Limits),
+        "state": _is_object,
+        "log": _are_objects,
+        "snapshots": _are_snapshots,
     }
 
 
@@ -126,6 +147,23 @@ def _is_attention(value: object) -> bool:
 
 def _is_count(value: object) -> bool:
     return type(value) is int and value >= 0
+
+
+def _is_none(value: object) -> bool:
+    return value is None
+
+
+def _is_object(value: object) -> bool:
+    return isinstance(value, dict)
+
+
+def _are_objects(values: object) -> bool:
+    return isinstance(values, list) and all(map(_is_object, values))
+
+
+def _are_snapshots(values: object) -> bool:
+    wanted = {"progress": _progress(), "statistics": _is_object}
+    return _are_objects(values) and not any(any(_faults(x, wanted)) for x in values)
 
 
 def _is_text(value: object) -> bool:

@@ -72,6 +72,10 @@ def sample_of(
         n_batches: of each rank; fewer if the text has fewer windows.
         ranks: who shares the sample.
     """
+    if n_batches < 1:
+        raise ValueError(
+            f"n_batches must be at least 1; got {n_batches}. Set n_batches=8 or so."
+        )
     n_windows = min(ranks.world * n_batches * size, windows.per_epoch)
     first, last = (
         n_windows * rank // ranks.world for rank in (ranks.rank, ranks.rank + 1)

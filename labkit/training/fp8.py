@@ -1,5 +1,7 @@
 """FP8 as a recipe asks for it: which layers of a model, and what multiplies there.
 
+A `PrecisionScheduler` changes which they are, step by step, within the same policy.
+
 None of this has been run on a GPU.
 """
 
@@ -13,7 +15,9 @@ from labkit.model import Transformer
 from labkit.model.experts import Experts
 from labkit.model.linear import Linear
 from labkit.precision import POLICIES, choose_backend, convert
+from labkit.precision.levels import set_levels
 from labkit.precision.linear import InFp8
+from labkit.precision.scheduler import PrecisionScheduler
 
 
 class Fp8:
@@ -23,12 +27,20 @@ class Fp8:
         model: in high precision. What a caller had converted would not be in a
             checkpoint, and a resumed run would be another one: it is refused.
         train: the recipe.
+        scheduler: decides which layers of the recipe's policy are in FP8; None: all.
     """
 
-    def __init__(self, model: Transformer, train: TrainConfig) -> None:
+    def __init__(
+        self,
+        model: Transformer,
+        train: TrainConfig,
+        scheduler: PrecisionScheduler | None = None,
+    ) -> None:
         require_choice({"fp8_policy": train.fp8_policy}, tuple(POLICIES))
         _require_high(model)
-        self.model, self.train = model, train
+        if scheduler is not None:
+            _require_aim(scheduler, train)
+        self.model, self.train, self.scheduler = model, train, scheduler
         self.apply()
 
     @property
@@ -36,8 +48,15 @@ class Fp8:
         return self.train.precision == "fp8"
 
     def apply(self) -> None:
-        """Convert the model by the recipe's policy."""
-        if self.is_on:
+        """Convert the model by the recipe's policy, or to the scheduler's levels."""
+        if self.scheduler is not None:
+            set_levels(
+                self.model,
+                self.scheduler.levels,
+                policy=self.scheduler.aim,
+                hardware=self.scheduler.hardware,
+            )
+        elif self.is_on:
             hardware = hardware_of(next(self.model.parameters()).device)
             convert(self.model, self.train.fp8_policy, hardware=hardware)
 
@@ -83,6 +102,21 @@ def _require_high(model: Transformer) -> None:
             "model must be in high precision, because a Trainer converts it as its "
             f"recipe says; got {found[0]} in FP8. Take it back with "
             "convert(model, 'bf16'), and set precision='fp8' and fp8_policy."
+        )
+
+
+def _require_aim(scheduler: PrecisionScheduler, train: TrainConfig) -> None:
+    if train.precision != "fp8":
+        raise ValueError(
+            "a precision scheduler decides what is in FP8, so precision must be 'fp8'; "
+            f"got {train.precision!r}. Set precision='fp8', or scheduler=None."
+        )
+    theirs, ours = scheduler.aim.name, train.fp8_policy
+    if scheduler.aim != POLICIES[ours]:
+        raise ValueError(
+            "the scheduler's aim must be the recipe's fp8_policy, which checkpoints "
+            f"record; got {theirs!r} and {ours!r}. Give the scheduler aim={ours!r}, or "
+            f"set fp8_policy={theirs!r}."
         )
 
 

@@ -58,6 +58,17 @@ class Ranks:
             dist.all_reduce(values)
         return values
 
+    def count(self, n: int) -> int:
+        """Return the sum of a number over ranks, on every rank."""
+        return int(self.sum(torch.tensor(n)))
+
+    def max(self, values: Num[Tensor, "*shape"]) -> Num[Tensor, "*shape"]:
+        """Return the largest over ranks of each value, on every rank."""
+        if self.world > 1:
+            values = values.clone()
+            dist.all_reduce(values, op=dist.ReduceOp.MAX)
+        return values
+
     def any(self, flag: bool) -> bool:
         """Return whether the flag is set on any rank."""
         return flag if self.world == 1 else bool(self.sum(torch.tensor(int(flag))))

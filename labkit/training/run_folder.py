@@ -16,12 +16,25 @@ except ImportError:  # Windows
     fcntl = None
 
 METRICS_NAME = "metrics.jsonl"
+DECISIONS_NAME = "decisions.jsonl"
 
 
 def monitor_in(run_dir: Path | None, ranks: Ranks) -> Monitor:
     """Return a monitor that writes records to the folder, if there is one."""
     has_file = run_dir is not None and ranks.is_first
     return Monitor(run_dir / METRICS_NAME if has_file else None)
+
+
+def place_of(path: str | Path | None, run_dir: Path | None) -> Path:
+    """Return where a checkpoint goes: to the path, or else to the folder of the run."""
+    if path is not None:
+        return Path(path)
+    if run_dir is None:
+        raise ValueError(
+            "there is no place to save to: the Trainer has no run_dir. "
+            "Give save a path, or the Trainer a run_dir."
+        )
+    return run_dir / CHECKPOINT_NAME
 
 
 def require_new(run_dir: Path) -> None:
@@ -144,7 +157,8 @@ def _all_or_nothing(run_dir: Path) -> Iterator[None]:
         yield
     except OSError:
         if not (run_dir / CHECKPOINT_NAME).exists():
-            (run_dir / METRICS_NAME).unlink(missing_ok=True)
+            for name in (METRICS_NAME, DECISIONS_NAME):
+                (run_dir / name).unlink(missing_ok=True)
         raise
 
 

@@ -3,7 +3,10 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from labkit.config import ModelConfig, TrainConfig
+from labkit.model import Transformer
 from labkit.training import corpus as corpora
 from labkit.training.checkpoint import (
     CHECKPOINT_NAME,
@@ -26,6 +29,11 @@ class SavedRun:
 
     run_dir: Path | None
     """Folder of the run; None: the checkpoint is a copy under another name."""
+
+    def build(self, device: torch.device | str | None = None) -> Transformer:
+        """Return a model of its config; None is PyTorch's default device."""
+        device = torch.device(device or torch.get_default_device())
+        return Transformer(self.cfg, device=device, generator=torch.Generator(device))
 
 
 def open_run(path: str | Path, corpus: Corpus | None = None) -> SavedRun:

@@ -6,10 +6,11 @@ bit, on the same machine and thread count.
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from jaxtyping import Int
@@ -23,13 +24,13 @@ from labkit.memory import apply_recompute
 from labkit.memory.out_of_memory import ALONE, OutOfMemory, memory_guard
 from labkit.model import Transformer
 from labkit.monitor import Monitor, StepMetrics
-from labkit.training import schedules
+from labkit.precision.scheduler import Decision, PrecisionScheduler
 from labkit.training.accumulation import (
     COMPUTE_DTYPES,
-    LossScale,
     StepLoss,
     accumulate,
     busiest_by_mean,
+    loss_scale,
 )
 from labkit.training.checkpoint import (
     CHECKPOINT_NAME,
@@ -39,17 +40,26 @@ from labkit.training.checkpoint import (
     scatter_tensors,
     write_checkpoint,
 )
+from labkit.training.checkpoint_check import Tensors
 from labkit.training.corpus import Corpus
+from labkit.training.decisions import Rollback
 from labkit.training.evaluation import Evaluation, evaluate, sample_of
 from labkit.training.fp8 import Fp8
 from labkit.training.interrupt import held_interrupt
 from labkit.training.optimizer import MOMENTS, build_optimizer
 from labkit.training.ranks import Ranks
 from labkit.training.recipes import require_fit, require_run
-from labkit.training.run_folder import folder_in_use, monitor_in, require_new
+from labkit.training.run_folder import (
+    folder_in_use,
+    monitor_in,
+    place_of,
+    require_new,
+)
 from labkit.training.saved_run import open_run
+from labkit.training.snapshots import N_SNAPSHOTS
 from labkit.training.stopwatch import Stopwatch
 from labkit.training.update import update_weights
+from labkit.training.watch import PrecisionWatch, saved_scheduler
 from labkit.training.windows import BatchCursor, Windows
 
 
@@ -70,6 +80,9 @@ class Trainer:
         run_dir: new folder for checkpoint and records; None keeps all in memory.
         memory_limit: bytes of tensors that may live at once, as for `memory_guard`,
             which makes steps slower; None is no limit.
+        scheduler: decides step by step what of the recipe's `fp8_policy` is in FP8, and
+            when to go back to an earlier step; for `precision="fp8"`. See
+            `SnapshotRing` for the memory that it takes.
     """
 
     def __init__(  # noqa: PLR0913, each decides alone
@@ -81,6 +94,7 @@ class Trainer:
         monitor: Monitor | None = None,
         run_dir: str | Path | None = None,
         memory_limit: int | None = None,
+        scheduler: PrecisionScheduler | None = None,
     ) -> None:
         require_fit(model.cfg, train)
         if memory_limit is not None:
@@ -99,7 +113,8 @@ class Trainer:
         )
         self.cursor = BatchCursor(windows, ranks=self.ranks)
         self.valid = Windows(corpus.valid, train.seq_len, name="validation text")
-        self.fp8 = Fp8(model, train)
+        self.fp8 = Fp8(model, train, scheduler)
+        self.watch = PrecisionWatch(self.fp8, self.ranks)
         self.n_steps_done = 0
         self.n_tokens_seen = 0
         self.load: Int[Tensor, "l e"] | None = None
@@ -139,22 +154,18 @@ class Trainer:
         """
         saved = open_run(path, corpus)
         run_dir, values = saved.run_dir, saved.checkpoint.values
-        device = torch.device(device or torch.get_default_device())
-        model = Transformer(saved.cfg, device=device, generator=torch.Generator(device))
         trainer = cls(
-            model,
+            saved.build(device),
             saved.train,
             saved.corpus,
             monitor=monitor or monitor_in(run_dir, Ranks.current()),
             memory_limit=memory_limit,
+            scheduler=saved_scheduler(saved),
         )
         trainer.run_dir = run_dir
-        trainer.cursor.load_state_dict(values["cursor"])
-        scatter_tensors(saved.checkpoint.tensors, model, trainer.optimizer)
-        trainer.n_steps_done = values["n_steps_done"]
+        trainer._go_to(values, trainer.watch.load(saved.checkpoint))
         trainer._folder = run_dir
         trainer._n_steps_saved = None if run_dir is None else trainer.n_steps_done
-        trainer.n_tokens_seen = values["n_tokens_seen"]
         trainer._remedies = ("recompute",)  # the recipe is fixed
         return trainer
 
@@ -168,13 +179,8 @@ class Trainer:
             FloatingPointError: weights or moments are not finite: the run diverged.
                 What was saved before is intact, as after any other failure.
         """
-        if path is None and self.run_dir is None:
-            raise ValueError(
-                "there is no place to save to: the Trainer has no run_dir. "
-                "Give save a path, or the Trainer a run_dir."
-            )
         is_elsewhere = path is not None
-        path = Path(path) if is_elsewhere else self.run_dir / CHECKPOINT_NAME
+        path = place_of(path, self.run_dir)
         if self.ranks.is_first:
             self._write(path)
         self.ranks.barrier()
@@ -187,25 +193,54 @@ class Trainer:
             "model": model_to_dict(self.model.cfg),
             "train": asdict(self.train),
             "corpus": self.corpus.source,
+            **self._progress(),
+            "scheduler": self.watch.to_values(),
+        }
+        tensors = gather_tensors(self.model, self.optimizer)
+        require_finite(tensors, self.n_steps_done, path)
+        tensors |= self.watch.to_tensors()
+        write_checkpoint(path, Checkpoint(tensors, values))
+
+    def _progress(self) -> dict[str, Any]:
+        """Return how far the run has come, as plain values."""
+        return {
             "cursor": self.cursor.state_dict(),
             "n_steps_done": self.n_steps_done,
             "n_tokens_seen": self.n_tokens_seen,
         }
-        tensors = gather_tensors(self.model, self.optimizer)
-        require_finite(tensors, self.n_steps_done, path)
-        write_checkpoint(path, Checkpoint(tensors, values))
+
+    def _go_to(self, progress: Mapping[str, Any], tensors: Tensors) -> None:
+        """Put back what `_progress` and `gather_tensors` returned."""
+        self.cursor.load_state_dict(progress["cursor"])
+        scatter_tensors(tensors, self.model, self.optimizer)
+        self.n_steps_done = progress["n_steps_done"]
+        self.n_tokens_seen = progress["n_tokens_seen"]
+
+    @property
+    def decisions(self) -> tuple[Decision, ...]:
+        """What the scheduler decided so far."""
+        return self.watch.log.decisions
+
+    @property
+    def rollbacks(self) -> tuple[Rollback, ...]:
+        """How often, and why, the run went back to an earlier step."""
+        return self.watch.log.rollbacks
 
     def step(self) -> StepMetrics:
         """Do one optimizer step over the global batch and return its record.
 
+        After a step that the scheduler takes back, fewer steps are done than before.
+
         Raises:
             OutOfMemory: it needs more than there is, or than `memory_limit`.
         """
+        self.watch.keep(self._progress(), self.optimizer)
         guard = memory_guard(
             self.model,
             self.train,
             self.optimizer,
             limit=self.memory_limit,
+            n_held=self.watch.held_on(self.device),
             kinds=self._remedies,
             layout=Layout(dp=self.ranks.world),
         )
@@ -219,20 +254,22 @@ class Trainer:
     def _step(self) -> StepMetrics:
         stopwatch = Stopwatch(self.device)
         batch = self.cursor.peek(self.train.global_batch).to(self.device)
-        scale = self._loss_scale(batch.n_targets)
+        n_tokens = self.ranks.count(batch.n_targets)
+        mtp = self.model.cfg.mtp
+        scale = loss_scale(self.train, mtp, self.n_steps_done, n_tokens=n_tokens)
         stopwatch.lap("data")
         self.optimizer.zero_grad(set_to_none=True)
-        loss = accumulate(
-            self.model,
-            batch.split(self.train.micro_batch),
-            scale,
-            dtype=COMPUTE_DTYPES[self.train.precision],
-            stopwatch=stopwatch,
-        )
+        with self.watch.watching():
+            loss = accumulate(
+                self.model,
+                batch.split(self.train.micro_batch),
+                scale,
+                dtype=COMPUTE_DTYPES[self.train.precision],
+                stopwatch=stopwatch,
+            )
         self.ranks.sum_gradients(self.model.parameters())
         loss = StepLoss(self.ranks.sum(loss.parts), self.ranks.sum(loss.load))
         stopwatch.lap("communication")
-        lr = schedules.learning_rate(self.train, self.n_steps_done)
         self._is_whole = False
         grad_norm = update_weights(
             self.model, self.optimizer, self.train, self.n_steps_done, loss.load
@@ -243,50 +280,40 @@ class Trainer:
         self.n_tokens_seen += self.train.tokens_per_step
         self._is_whole, self._folder = True, self.run_dir
         self.load = loss.load
-        metrics = self._metrics(loss, lr, grad_norm, stopwatch)
+        metrics = self._metrics(loss, grad_norm, stopwatch)
+        self._obey(metrics)
         if self.ranks.is_first:
             self.monitor.record(metrics)
+            self.watch.log.publish(self.run_dir)
         return metrics
 
-    def _loss_scale(self, n_targets: int) -> LossScale:
-        n_tokens = self.ranks.sum(torch.tensor(n_targets, device=self.device))
-        mtp = self.model.cfg.mtp
-        return LossScale(
-            n_tokens=max(int(n_tokens), 1),
-            n_sequences=self.train.global_batch,
-            mtp_weight=None
-            if mtp is None
-            else schedules.mtp_weight(self.train, mtp.loss_weight, self.n_steps_done),
-        )
+    def _obey(self, metrics: StepMetrics) -> None:
+        """Let the scheduler, if there is one, judge a step; go back if it says so."""
+        snapshot = self.watch.judge(metrics)
+        if snapshot is not None:
+            self._is_whole = False
+            self._go_to(snapshot.progress, snapshot.tensors)
+            self._is_whole, self._n_steps_saved = True, None
 
     def _metrics(
-        self, loss: StepLoss, lr: float, grad_norm: float, stopwatch: Stopwatch
+        self, loss: StepLoss, grad_norm: float, stopwatch: Stopwatch
     ) -> StepMetrics:
-        total, main, mtp, balance = loss.parts.tolist()
-        seconds = stopwatch.seconds
-        tokens_per_second = self.train.tokens_per_step / seconds.total()
+        tokens_per_second = self.train.tokens_per_step / stopwatch.seconds.total()
+        flops = self.model.cfg.flops_per_token(self.train.seq_len, training=True)
         return StepMetrics(
             step=self.n_steps_done,
+            attempt=len(self.rollbacks),
             tokens=self.n_tokens_seen,
-            loss=total,
-            loss_main=main,
-            loss_mtp=mtp,
-            loss_balance=balance,
+            **loss.named(),
             grad_norm=grad_norm,
             is_skipped=not math.isfinite(grad_norm),
-            lr=lr,
+            lr=self.optimizer.param_groups[0]["lr"],
             tokens_per_second=tokens_per_second,
-            mfu=self._mfu(tokens_per_second),
+            mfu=self.monitor.mfu(tokens_per_second * flops / self.ranks.world),
             memory_bytes=used_memory(self.device),
             expert_load=busiest_by_mean(loss.load),
-            **{f"{phase}_seconds": seconds[phase] for phase in seconds},
+            **{f"{lap}_seconds": taken for lap, taken in stopwatch.seconds.items()},
         )
-
-    def _mfu(self, tokens_per_second: float) -> float | None:
-        if self.monitor.peak_flops is None:
-            return None
-        flops = self.model.cfg.flops_per_token(self.train.seq_len, training=True)
-        return tokens_per_second * flops / (self.monitor.peak_flops * self.ranks.world)
 
     def recompute(self, policy: str | Sequence[str], *, k: int = 4) -> None:
         """Put the model under a policy, as `apply_recompute`, also if it is in FP8."""
@@ -299,7 +326,7 @@ class Trainer:
         progress: bool = True,
         save_every: int | None = None,
     ) -> list[StepMetrics]:
-        """Train and return the records of the steps done.
+        """Train and return the records of the steps done and not taken back.
 
         Ctrl-C (or the notebook's stop button) ends the run after the step it is in.
         With a `run_dir` the end of the run is saved, however it came: also when a
@@ -316,14 +343,17 @@ class Trainer:
         require_run(n_steps, save_every, self.run_dir)
         is_hidden = not (progress and self.ranks.is_first)
         records: list[StepMetrics] = []
+        goal = self.n_steps_done + n_steps
         folder = self._folder_in_use()
         bar = tqdm(total=n_steps, unit="step", disable=is_hidden)
         with folder, bar, held_interrupt() as is_interrupted:
-            while len(records) < n_steps and not self.ranks.any(is_interrupted()):
+            while self.n_steps_done < goal and not self.ranks.any(is_interrupted()):
+                n_before = self.n_steps_done
                 with self._kept_if_broken_off():
                     records.append(self.step())
                 bar.set_postfix(loss=f"{records[-1].loss_main:.3f}", refresh=False)
-                bar.update()
+                bar.update(self.n_steps_done - n_before)
+                records = [r for r in records if r.step <= self.n_steps_done]
                 if save_every and self.n_steps_done % save_every == 0:
                     self.save()
             if self.run_dir is not None and self._n_steps_saved != self.n_steps_done:
@@ -331,13 +361,12 @@ class Trainer:
         return records
 
     def _folder_in_use(self) -> AbstractContextManager[None]:
-        if not self.ranks.is_first:
-            return nullcontext()
         weights = sum(parameter.nbytes for parameter in self.model.parameters())
+        n_states = 1 if self.watch.scheduler is None else 1 + N_SNAPSHOTS
         return folder_in_use(
-            self.run_dir,
+            self.run_dir if self.ranks.is_first else None,
             is_new=self.run_dir != self._folder,
-            n_bytes=weights * (1 + len(MOMENTS)),
+            n_bytes=n_states * weights * (1 + len(MOMENTS)),
         )
 
     @contextmanager
@@ -363,10 +392,6 @@ class Trainer:
         Args:
             n_batches: micro-batches per rank; fewer if the text has fewer windows.
         """
-        if n_batches < 1:
-            raise ValueError(
-                f"n_batches must be at least 1; got {n_batches}. Set n_batches=8 or so."
-            )
         size = self.train.micro_batch
         sample = sample_of(self.valid, size, n_batches, self.ranks)
         batches = (batch.to(self.device) for batch in sample)

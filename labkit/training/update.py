@@ -23,11 +23,11 @@ def update_weights(
     Gradients that are not finite would ruin weights and moments, so they change
     nothing.
     """
+    for group in optimizer.param_groups:
+        group["lr"] = schedules.learning_rate(train, n_steps_done)
     norm = nn.utils.clip_grad_norm_(model.parameters(), train.grad_clip).item()
     if not math.isfinite(norm):
         return norm
-    for group in optimizer.param_groups:
-        group["lr"] = schedules.learning_rate(train, n_steps_done)
     optimizer.step()
     rate = schedules.bias_update_rate(train, n_steps_done)
     if rate > 0 and load.numel():

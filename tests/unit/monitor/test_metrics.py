@@ -78,6 +78,29 @@ def test_steps_that_a_resumed_run_repeats_replace_the_earlier_ones(tmp_path):
     assert read_jsonl(path) == [at(1), at(2), at(3, loss=9.0)]
 
 
+def test_all_attempts_are_there_on_demand_but_not_what_a_killed_run_did_twice(tmp_path):
+    path, monitor = tmp_path / "metrics.jsonl", Monitor(tmp_path / "metrics.jsonl")
+    write(monitor, 1, 2, 3)
+    for step in (2, 3):  # after a rollback
+        monitor.record(replace(at(step), attempt=1))
+    write(monitor, 3, 4)  # a run that goes on from its second step, as first saved
+    monitor.record(replace(at(3), attempt=1))
+    assert read_jsonl(path) == [at(1), at(2), replace(at(3), attempt=1)]
+    assert read_jsonl(path, all_attempts=True) == [
+        *(at(step) for step in (1, 2, 3, 4)),
+        replace(at(3), attempt=1),
+    ]
+
+
+def test_a_record_from_before_there_were_attempts_is_of_the_first(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write(Monitor(path), 1)
+    values = json.loads(path.read_text())
+    assert values.pop("attempt") == 0
+    path.write_text(json.dumps(values) + "\n")
+    assert read_jsonl(path) == [at(1)]
+
+
 def test_a_line_that_is_no_record_is_named(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n')

@@ -55,7 +55,7 @@ def panels(
     height: int,
     **more: Any,  # noqa: ANN401
 ) -> tuple[Figure, Sequence[Axes]]:
-    """Return a figure in the book's style, and its axes, of one row or one column.
+    """Return a figure in the book's style, and its axes, row by row.
 
     Args:
         title: the finding, as a sentence.
@@ -69,7 +69,8 @@ def panels(
         size = (WIDTH / PIXELS_PER_INCH, height / PIXELS_PER_INCH)
         fig = Figure(figsize=size, dpi=PIXELS_PER_INCH)
         fig.suptitle(title, x=0.01, ha="left", fontsize=11.5, fontweight="bold")
-        return fig, list(fig.subplots(n_rows, n_columns, **more))
+        axes = fig.subplots(n_rows, n_columns, squeeze=False, **more)
+        return fig, list(axes.flat)
 
 
 def number_formats(formats: Sequence[Format], *, title: str) -> Figure:

@@ -9,7 +9,7 @@ are pairs of step and loss in the order in which they were computed, so that a s
 was rolled back is among them twice.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
@@ -23,6 +23,7 @@ from matplotlib.patches import Patch
 from labkit.workbook.figures.charts import Points
 from labkit.workbook.figures.precision import panels
 from labkit.workbook.figures.style import COLOURS, SERIES
+from labkit.workbook.spelling import ranges
 
 LEVELS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
@@ -269,21 +270,6 @@ def label_of(names: Sequence[str]) -> str:
     parts = list(dict.fromkeys(each[-1] for each in words))
     text = f"layers {ranges(depths)}: {', '.join(parts)}"
     return text if len(text) <= LETTERS else f"{text[: LETTERS - 1]}…"
-
-
-def ranges(numbers: Iterable[int]) -> str:
-    """Return ascending numbers with runs of them shortened.
-
-    >>> ranges([0, 1, 2, 4, 7, 8])
-    '0-2, 4, 7-8'
-    """
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs)
 
 
 def _draw_levels(

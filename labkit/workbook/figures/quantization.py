@@ -130,7 +130,15 @@ def _draw_reaches(axes: Axes, reaches: Sequence[Reach]) -> None:
         axes.plot(ends, (at, at), color=COLOURS["ink"], linewidth=2.5)
         caps = [end for end in (reach.low, reach.high) if low <= end <= high]
         axes.plot(caps, [at] * len(caps), "|", color=COLOURS["ink"], markersize=9)
-        axes.text(sum(ends) / 2, at, reach.name, ha="center", va="bottom", fontsize=9)
+        axes.annotate(
+            reach.name,
+            (sum(ends) / 2, at),
+            xytext=(0, 3),
+            textcoords="offset points",
+            ha="center",
+            va="bottom",
+            fontsize=9,
+        )
 
 
 def _draw_marks(axes: Axes, marks: Mapping[str, float]) -> None:

@@ -24,6 +24,7 @@ def explore(
     describe: Callable[..., str],
     *,
     caption: str,
+    draw_static: Callable[..., Figure] | None = None,
     **controls: ValueWidget,
 ) -> None:
     """Show controls whose values `draw` and `describe` turn into figure and sentence.
@@ -34,6 +35,8 @@ def explore(
         describe: the same values as one sentence with the numbers that matter. It is
             the status line, the alt text, and the line that tests compare.
         caption: what the figure shows, and what to try.
+        draw_static: draws the figure of a page without controls, where these show what
+            `draw` leaves out; None is `draw`.
         **controls: from `controls`, by the name of the argument they set.
     """
     view = View()
@@ -57,7 +60,8 @@ def explore(
     note = HTML(line_html(caption))
     box = VBox([*map(row, controls.values()), view.status, view.image, note])
     box.add_class("labkit-explore")
-    page = figure_html(fig, alt=text, caption=f"{caption} {STATIC_NOTE}")
+    still = fig if draw_static is None else draw_static(**start)
+    page = figure_html(still, alt=text, caption=f"{caption} {STATIC_NOTE}")
     show(Shown(text=text, html=page, live=box))
 
 

@@ -1,0 +1,195 @@
+"""What the notebook on precision measures: bytes kept, gradients, runs in pairs."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from labkit.config import PRESETS, Layout, MLAConfig, ModelConfig, TrainConfig
+from labkit.data import read_rows
+from labkit.memory import apply_recompute, measure
+from labkit.model import Transformer
+from labkit.model.linear import Linear
+from labkit.model.mlp import MLP
+from labkit.precision import convert, to_fp8
+from labkit.precision.linear import InFp8
+from labkit.training import RECIPES, Trainer, corpus
+from labkit.training.accumulation import LossScale, accumulate
+from labkit.training.windows import Batch, Windows
+from labkit.workbook.memory import by_kind
+
+V3_LAYER = replace(
+    PRESETS["v3-671b"],
+    vocab_size=256,
+    dim=896,
+    n_layers=1,
+    n_dense_layers=0,
+    mtp=None,
+    max_seq_len=512,
+    attention=MLAConfig(n_heads=16, q_lora_rank=192, kv_lora_rank=64),
+    moe=replace(
+        PRESETS["v3-671b"].moe,
+        n_routed_experts=8,
+        n_expert_groups=1,
+        n_limited_groups=1,
+        moe_inter_dim=256,
+    ),
+)
+"""A sparse layer of DeepSeek-V3 with an eighth of its width, its heads and its ranks.
+
+Each token visits 8 experts, as there, of 8 in all.
+"""
+
+V3_RUN = replace(RECIPES["v3-671b"], global_batch=128 * 16)
+V3_LAYOUT = Layout(pp=16, dp=128, ep=64)
+"""DeepSeek-V3 on 2,048 H800, with 16 micro-batches of a sequence on each rank."""
+
+RUN = TrainConfig(
+    n_steps=300, global_batch=4, micro_batch=4, seq_len=64, lr=6e-3, min_lr=6e-4
+)
+"""Runs that are short enough for a page: the recipe of `tiny` on smaller batches."""
+
+
+WINDOW = 25
+"""Steps of which the longer runs have means."""
+
+
+class Projections(nn.Module):
+    """Three linear layers that read one tensor, as for queries, keys and values."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (Linear(dim, dim) for _ in range(3))
+
+    def forward(self, x: Float[Tensor, "*b d"]) -> Float[Tensor, "*b d"]:
+        return self.q(x) + self.k(x) + self.v(x)
+
+
+class _Fresh(nn.Module):
+    """Gives on a copy, so that who keeps it is seen to do so."""
+
+    def forward(self, x: Float[Tensor, "*b d"]) -> Float[Tensor, "*b d"]:
+        return x * 1
+
+
+def convert_alone(module: nn.Module) -> None:
+    """Let each linear layer in a module keep an FP8 copy of its own input."""
+    for layer in _parts(module, Linear):
+        to_fp8(layer)
+        # Another tensor of the same values: nothing that others left is with it.
+        layer.register_forward_pre_hook(lambda _, args: (args[0].view_as(args[0]),))
+
+
+def convert_together(module: nn.Module) -> None:
+    """Let layers share what they read, and networks make SwiGLU's product again."""
+    for part in (*_parts(module, MLP), *_parts(module, Linear)):
+        to_fp8(part)
+
+
+def _parts(module: nn.Module, kind: type[nn.Module]) -> list[nn.Module]:
+    return [part for part in module.modules() if isinstance(part, kind)]
+
+
+def kept_bytes(module: nn.Module, x: Float[Tensor, "n d"]) -> int:
+    """Return what autograd keeps of a module's forward pass, its input among it.
+
+    >>> kept_bytes(Linear(8, 8), torch.ones(4, 8))
+    128
+    """
+    reader = nn.Sequential(_Fresh(), module)
+    report = measure(lambda: reader(x).sum().backward(), reader)
+    return report.by_part.get("activations", 0)
+
+
+def layer_bytes(policy: str, recompute: str = "none") -> dict[str, int]:
+    """Return what `V3_LAYER` keeps of 512 tokens, by kind of module.
+
+    Args:
+        policy: of precision; products of "bf16" are BF16.
+        recompute: the policy of recomputation.
+    """
+    model = _model(V3_LAYER, 0)
+    apply_recompute(model, recompute)
+    convert(model, policy)
+    batch = Windows(corpus.standard_library().train, V3_LAYER.max_seq_len).take(0, 1)
+    found = measure(lambda: _backward(model, batch), model).by_module.items()
+    return by_kind({name: n for name, n in found if name.startswith("layers")})
+
+
+def gradient(
+    policy: str, *, start: int = 0, dtype: torch.dtype = torch.bfloat16
+) -> Float[Tensor, "p"]:
+    """Return all gradients of one batch of text, of "tiny" as it is before training.
+
+    Args:
+        policy: of precision.
+        start: the window of text with which the batch begins.
+        dtype: in which products are that are not in FP8.
+    """
+    model = _model(PRESETS["tiny"], 0)
+    convert(model, policy)
+    text = corpus.standard_library().train
+    _backward(model, Windows(text, 128).take(start, 4), dtype)
+    return torch.cat([x.grad.flatten() for x in model.parameters()])
+
+
+def losses(precision: str, seed: int, n_steps: int) -> list[float]:
+    """Return the losses of a run of "tiny"; the seed decides weights and text alone."""
+    model = _model(PRESETS["tiny"], seed)
+    train = replace(RUN, seed=seed, precision=precision)
+    trainer = Trainer(model, train, corpus.standard_library())
+    return [step.loss_main for step in trainer.run(n_steps, progress=False)]
+
+
+def long_runs(column: str = "train_nats") -> dict[str, list[list[float]]]:
+    """Return the losses of longer runs of "small", seed by seed, for each precision.
+
+    They were made by `tests/benchmarks/bench_fp8_loss.py`.
+
+    Args:
+        column: "train_nats", means over windows of `WINDOW` steps, or "valid_nats", on
+            other text, after the last step alone.
+    """
+    runs: dict[str, dict[str, list[float]]] = {}
+    for row in read_rows("fp8_loss.csv"):
+        run = runs.setdefault(row["precision"], {}).setdefault(row["seed"], [])
+        run += [float(row[column])] if row[column] else []
+    return {precision: list(seeds.values()) for precision, seeds in runs.items()}
+
+
+def by_step(means: Iterable[Sequence[float]]) -> list[list[float]]:
+    """Return runs step by step, each step with the mean of its window."""
+    return [[mean for mean in run for _ in range(WINDOW)] for run in means]
+
+
+def end_gaps(
+    runs: Sequence[Sequence[float]],
+    reference: Sequence[Sequence[float]],
+    window: int = 1,
+) -> list[float]:
+    """Return by how many per cent each run's last losses exceed its partner's.
+
+    >>> end_gaps([[9.0, 2.1, 2.1]], [[9.0, 2.0, 2.0]], window=2)
+    [5.0]
+    """
+    pairs = zip(runs, reference, strict=True)
+    ratios = (sum(run[-window:]) / sum(other[-window:]) for run, other in pairs)
+    return [round(100 * (ratio - 1), 6) for ratio in ratios]
+
+
+def in_fp8(model: nn.Module) -> list[str]:
+    """Return the names of modules that multiply in FP8."""
+    return [name for name, part in model.named_modules() if isinstance(part, InFp8)]
+
+
+def _model(cfg: ModelConfig, seed: int) -> Transformer:
+    return Transformer(cfg, generator=torch.Generator().manual_seed(seed))
+
+
+def _backward(
+    model: Transformer, batch: Batch, dtype: torch.dtype = torch.bfloat16
+) -> None:
+    scale = LossScale(n_tokens=batch.n_targets, n_sequences=batch.n_sequences)
+    accumulate(model, [batch], scale, dtype=dtype)

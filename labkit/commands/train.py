@@ -24,9 +24,12 @@ from labkit.hardware.units import from_memory
 from labkit.memory import RECOMPUTE_POLICIES
 from labkit.memory.out_of_memory import OutOfMemory
 from labkit.model import Transformer, generate
+from labkit.model.checkpoint_files import named
 from labkit.monitor import Monitor, StepMetrics
 from labkit.precision import POLICIES
+from labkit.precision.scheduler import Decision, PrecisionScheduler
 from labkit.training import RECIPES, Corpus, Trainer, corpus, faster_precision
+from labkit.training.decisions import Entry, Rollback
 from labkit.training.ranks import Ranks, process_group
 from labkit.training.recipes import require_fit
 from labkit.training.run_folder import METRICS_NAME, require_new
@@ -45,7 +48,16 @@ RECIPE_OPTIONS = (
     *("n_steps", "global_batch", "micro_batch", "seq_len", "lr", "seed"),
     *("fp8_policy", "moments"),
 )
-NEW_RUN_OPTIONS = ("preset", "corpus", "out", "precision", *RECIPE_OPTIONS)
+NEW_RUN_OPTIONS = (
+    *("preset", "corpus", "out", "precision", "precision_scheduler"),
+    *RECIPE_OPTIONS,
+)
+
+FP8_OPTIONS = {
+    "fp8_policy": "says what --precision fp8 has in FP8",
+    "precision_scheduler": "decides what --precision fp8 has in FP8",
+}
+"""What an option does, that is nothing without FP8."""
 
 PROMPT = "def "
 """What the sample at the end goes on from."""
@@ -94,6 +106,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     new.add_argument("--precision", choices=choices, help=text)
     text = "which layers --precision fp8 has in FP8 (default: deepseek-v3)"
     new.add_argument("--fp8-policy", metavar="NAME", choices=POLICIES, help=text)
+    text = "start with little in FP8, watch, grow bolder up to the policy, take back"
+    new.add_argument(
+        "--precision-scheduler", action="store_true", default=None, help=text
+    )
     text = "in what AdamW keeps its moments (default: fp32)"
     choices = ("fp32", "bf16", "bf16-stochastic")
     new.add_argument("--moments", choices=choices, help=text)
@@ -145,12 +161,13 @@ def _check(options: argparse.Namespace) -> None:
                 f"{_flag(name)} must be at least {least}; got "
                 f"{getattr(options, name)}. Set {_flag(name)} to {least} or more."
             )
-    if options.fp8_policy is not None and options.precision != "fp8":
-        raise ValueError(
-            "--fp8-policy says what --precision fp8 has in FP8; got --precision "
-            f"{options.precision or 'fp32'}. Give --precision fp8, or leave "
-            "--fp8-policy out."
-        )
+    for name, purpose in FP8_OPTIONS.items():
+        if getattr(options, name) is not None and options.precision != "fp8":
+            raise ValueError(
+                f"{_flag(name)} {purpose}; got --precision "
+                f"{options.precision or 'fp32'}. Give --precision fp8, or leave "
+                f"{_flag(name)} out."
+            )
     if options.threads is not None and not 1 <= options.threads <= MOST_THREADS:
         raise ValueError(
             f"--threads must lie between 1 and {MOST_THREADS}; got {options.threads}. "
@@ -166,6 +183,7 @@ def _train(options: argparse.Namespace, ranks: Ranks) -> None:
     trainer = _resumed(options) if options.resume else _new(options, ranks)
     if ranks.is_first:
         trainer.monitor = _monitor(options, trainer)
+        trainer.watch.log.listeners.append(_print_decisions)
     if options.recompute is not None:
         first, *others = options.recompute
         trainer.recompute(options.recompute if others else first)
@@ -251,7 +269,15 @@ def _new(options: argparse.Namespace, ranks: Ranks) -> Trainer:
     model = Transformer(cfg, device=_device(), generator=generator)
     if options.precision == "auto":
         train = replace(train, precision=_faster(model, train, text, ranks))
-    return Trainer(model, train, text, run_dir=run_dir, memory_limit=limit)
+    scheduler = None
+    if options.precision_scheduler:
+        scheduler = PrecisionScheduler(cfg, aim=train.fp8_policy)
+    return Trainer(
+        *(model, train, text),
+        run_dir=run_dir,
+        memory_limit=limit,
+        scheduler=scheduler,
+    )
 
 
 def _memory_limit(options: argparse.Namespace) -> int | None:
@@ -326,6 +352,21 @@ def _line_printer(interval: int, n_steps: int) -> Callable[[StepMetrics], None]:
             print(metrics, flush=True)
 
     return show
+
+
+def _print_decisions(entries: tuple[Entry, ...]) -> None:
+    """Print what a scheduler decided after a step: alike decisions are one line."""
+    alike: dict[str, list[str]] = {}
+    for entry in entries:
+        if isinstance(entry, Decision):
+            words = f"step {entry.step:>5}  {entry.before} to {entry.after} "
+            why = f"({entry.signal}: {entry.value:.3g})"
+            alike.setdefault(words + why, []).append(entry.module)
+    for words, modules in alike.items():
+        print(f"{words}, {len(modules)} layer(s): {named(modules, limit=3)}")
+    for entry in entries:
+        if isinstance(entry, Rollback):
+            print(entry)
 
 
 def _peak_flops(trainer: Trainer) -> float:

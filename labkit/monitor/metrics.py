@@ -168,7 +168,6 @@ def read_jsonl(path: str | Path, *, all_attempts: bool = False) -> list[StepMetr
             in the order in which they were done; else those stand that took their
             place.
     """
-
     lines = Path(path).read_text(encoding="utf-8").split("\n")
     records = [
         _parse(line, f"{path}:{number}")

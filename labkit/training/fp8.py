@@ -76,13 +76,15 @@ class Fp8:
             if isinstance(module, Linear | Experts)
         }
         in_fp8 = {n: layer for n, layer in layers.items() if isinstance(layer, InFp8)}
+        policy, n = self.train.fp8_policy, f"{len(in_fp8) or 'none'} of {len(layers)}"
+        by = f"by {policy}"
+        if self.scheduler is not None:
+            by = f"as a scheduler decides, up to {policy}"
         if not in_fp8:
-            return f"none of {len(layers)} layers in FP8"
-        parts = dict.fromkeys(name.rpartition(".")[2] for name in in_fp8)
-        layer = next(iter(in_fp8.values()))
+            return f"{n} layers in FP8 {by}"
+        parts = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in in_fp8))
         return (
-            f"{len(in_fp8)} of {len(layers)} layers in FP8 ({', '.join(parts)}) by "
-            f"{self.train.fp8_policy}, {_means(layer)}"
+            f"{n} layers in FP8 ({parts}) {by}, {_means(next(iter(in_fp8.values())))}"
         )
 
 

@@ -8,9 +8,10 @@ from torch import nn
 
 from labkit.config import TrainConfig
 from labkit.memory.recompute import recompute_policies
-from labkit.model import Transformer, generate
+from labkit.model import generate
 from labkit.precision import convert
 from labkit.precision.linear import InFp8
+from labkit.precision.scheduler import PrecisionScheduler
 from labkit.training import Trainer, read_checkpoint
 from labkit.training.checkpoint import CHECKPOINT_NAME, write_checkpoint
 
@@ -141,8 +142,11 @@ def test_a_policy_of_recompute_that_is_refused_leaves_the_model_in_fp8(
 
 
 def test_what_is_in_fp8_and_what_multiplies_is_told(make_model, in_fp8, corpus):
-    model: Transformer = make_model()
-    assert str(Trainer(model, in_fp8, corpus).fp8) == (
+    assert str(Trainer(make_model(), in_fp8, corpus).fp8) == (
         "23 of 25 layers in FP8 (wq, wkv_a, wkv_b, wo, w1, w2, w3, experts) by "
         "deepseek-v3, emulated on this CPU"
+    )
+    scheduler = PrecisionScheduler(make_model().cfg)
+    assert str(Trainer(make_model(), in_fp8, corpus, scheduler=scheduler).fp8) == (
+        "none of 25 layers in FP8 as a scheduler decides, up to deepseek-v3"
     )

@@ -1,6 +1,7 @@
 """A model cut over ranks: who holds what, who does what when, and what it costs.
 
-Placements of experts and timelines of pipelines are pure functions of a few numbers.
+Placements of experts, timelines of pipelines and costs of collectives
+(`labkit.parallel.communication`) are pure functions of a few numbers.
 """
 
 from labkit.parallel.balance import balance_experts

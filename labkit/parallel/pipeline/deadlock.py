@@ -76,7 +76,9 @@ def _require_passes(where: Mapping[Action, int], stage: int, micro_batch: int) -
         )
 
 
-def describe(orders: Sequence[Order], at: Sequence[int], missing: Sequence) -> str:
+def describe(
+    orders: Sequence[Order], at: Sequence[int], missing: Sequence[Result | None]
+) -> str:
     """Return who waits for whom, where every rank that is not done waits.
 
     Args:

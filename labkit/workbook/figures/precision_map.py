@@ -12,7 +12,6 @@ from typing import NamedTuple
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
-from matplotlib.ticker import MultipleLocator
 
 from labkit.workbook.figures.precision import panels
 from labkit.workbook.figures.style import COLOURS, SERIES
@@ -104,7 +103,7 @@ def _draw_bars(axes: Axes, bars: Sequence[Consequence]) -> None:
     axes.set_ylim(len(bars) - 0.5, -0.5)
     longest = max(100.0, *(max(bar.percent, bar.unedited) for bar in bars))
     axes.set_xlim(0, longest * 1.4)
-    axes.xaxis.set_major_locator(MultipleLocator(20))
+    axes.set_xticks(range(0, int(longest) + 1, 20))
     axes.grid(visible=False, axis="y")
     axes.set_xlabel("by what all BF16 takes (%); upright strokes: the policy as it is")
 

@@ -18,7 +18,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ipywidgets import Button, ButtonStyle, GridBox, Label, Layout, ValueWidget
+from ipywidgets import (
+    Button,
+    ButtonStyle,
+    GridBox,
+    HBox,
+    Label,
+    Layout,
+    ValueWidget,
+    VBox,
+)
 from matplotlib.figure import Figure
 
 from labkit.precision import POLICIES, PrecisionPlan, QuantSpec
@@ -50,10 +59,10 @@ SPEEDS = (80, 100, 120, 140, 160, 180, 200)
 
 START = Cell("layers 3-60", "routed experts")
 
-NAMES = "140px"
+NAMES = "130px"
 """Width of the rows' names."""
 
-CELL = "112px"
+CELL = "124px"
 
 
 class CellGrid(GridBox, ValueWidget):
@@ -67,19 +76,19 @@ class CellGrid(GridBox, ValueWidget):
         self._plan: MapPlan | None = None
         self._buttons: list[Button] = []
         self._cells: list[Cell] = []
-        self._blank = Label("")
+        self._blank = Label("", layout=Layout(margin="0"))
         looks = {name: (look.colour, look.ink) for name, look in LOOKS.items()}
         self._styles = {
             (name, weight): ButtonStyle(
                 button_color=colour,
                 text_color=ink,
                 font_weight=weight,
-                font_size="12px",
+                font_size="11px",
             )
             for name, (colour, ink) in looks.items()
             for weight in ("normal", "bold")
         }
-        size = {"width": CELL, "height": "24px", "margin": "0", "padding": "0"}
+        size = {"width": CELL, "height": "32px", "margin": "0", "padding": "0"}
         self._layouts = {
             True: Layout(border="2px solid #222222", **size),
             False: Layout(border="2px solid transparent", **size),
@@ -151,6 +160,14 @@ class MapControls(LinkedControls):
                 "map": CellGrid(),
             }
         )
+        self._set_side_by_side("model", "device", "policy")
+
+    def _set_side_by_side(self, *names: str) -> None:
+        """Put choices beside one another, between the slider and the map."""
+        chosen = [self.controls[name] for name in names]
+        titled = [VBox([Label(each.tooltip), each]) for each in chosen]
+        beside = HBox(titled, layout=Layout(grid_gap="48px", margin="4px 0 0 24px"))
+        self.children = [self.controls["percent"], beside, self.controls["map"]]
 
     def link(self, moved: str) -> None:
         """Let the map follow; another model or policy starts without edits."""
@@ -268,9 +285,10 @@ def _words_of(row: PlanRow) -> tuple[str, str]:
             "stored" if is_narrow else "bf16",
         )
     kept = f", keeps {row.kept.upper()}" if is_narrow else ""
+    is_e5m6 = row.kept == "e5m6"
     if row.compute in ("fp8", "emulated"):
-        name = "FP8" if row.compute == "fp8" else "FP8 as BF16"
-        return f"{name}{kept if row.kept != 'e4m3' else ''}", row.compute
+        name = "FP8" if row.compute == "fp8" else "emul." if is_e5m6 else "emulated"
+        return f"{name}{kept if is_e5m6 else ''}", row.compute
     name = (row.compute or row.weight).upper()
     if row.weight == "e4m3":
         return f"{name}, stored FP8", "stored"
@@ -278,13 +296,19 @@ def _words_of(row: PlanRow) -> tuple[str, str]:
 
 
 def _reason(plan: MapPlan, cell: Cell) -> str:
-    """Return why a cell is as it is; reasons of several operators one by one."""
-    return "; or ".join(dict.fromkeys(row.reason for row in plan.cells[cell]))
+    """Return why a cell's operators are as they are, each reason once.
+
+    What a device does to all of them is left out where the whole plan says it.
+    """
+    units = plan.planned.units
+    said = "" if units.multiplies else f"; {units.reason}"
+    reasons = (row.reason.removesuffix(said) for row in plan.cells[cell])
+    return "; ".join(dict.fromkeys(w for each in reasons for w in each.split("; ")))
 
 
 def _bars(plan: MapPlan) -> list[Consequence]:
     """Return what the plan takes of each, by what all BF16 would."""
-    names = ("weights", "kept inputs", "tokens sent", "time, at best")
+    names = ("weights", "kept inputs per token", "sent per token", "time, at best")
     amounts = zip(*map(_amounts, (plan, *_rivals(plan))), strict=True)
     bars = []
     for name, (mine, policy, bf16) in zip(names, amounts, strict=True):
@@ -293,7 +317,7 @@ def _bars(plan: MapPlan) -> list[Consequence]:
         text = (
             f"{100 * mine / bf16:.0f} %"
             if name == names[-1]
-            else f"{_size(mine)} of {_size(bf16)}{' per token' * (name != names[0])}"
+            else f"{_size(mine)} of {_size(bf16)}"
         )
         bars.append(
             Consequence(

@@ -144,6 +144,18 @@ def test_devices_without_fp8_units_gain_nothing(view, controls):
     assert "never multiplied. 160 % of BF16's speed gains nothing here" in text
 
 
+def test_reasons_of_several_operators_are_said_once(view, controls):
+    controls.controls["model"].value = "tiny (this book's)"
+    controls.controls["map"].press(Cell("layer 0", "keys, values"))
+
+    why = view.describe(controls.value).partition("Why: ")[2]
+    assert why == (
+        "a linear layer: most of the work, and it bears the rounding; a side of 48 is "
+        "less than the 128 of its FP8 units; a side of 32 is less than the 128 of its "
+        "FP8 units."
+    )
+
+
 def test_inputs_that_several_read_are_kept_once():
     cfg = PRESETS["v2-lite-16b"]
     bf16 = plan(cfg, "bf16")

@@ -262,13 +262,17 @@ def label_of(names: Sequence[str]) -> str:
     'layers.1.attn.wo'
     >>> label_of([f"layers.{i}.attn.{w}" for i in (0, 1, 3) for w in ("wq_a", "wo")])
     'layers 0-1, 3: wq_a, wo'
+    >>> label_of([f"mtp.0.block.attn.{word}" for word in ("wq_a", "wo")])
+    'MTP: wq_a, wo'
     """
     if len(names) == 1:
         return names[0]
     words = [name.split(".") for name in names]
-    depths = sorted({int(word) for each in words for word in each if word.isdigit()})
+    depths = sorted({int(each[1]) for each in words if each[0] == "layers"})
+    places = [f"layers {ranges(depths)}"] if depths else []
+    places += ["MTP"] if any(each[0] == "mtp" for each in words) else []
     parts = list(dict.fromkeys(each[-1] for each in words))
-    text = f"layers {ranges(depths)}: {', '.join(parts)}"
+    text = f"{' and '.join(places)}: {', '.join(parts)}"
     return text if len(text) <= LETTERS else f"{text[: LETTERS - 1]}…"
 
 

@@ -74,6 +74,9 @@ ENDS = "outside"
 NARROW = ("e4m3", "e5m6")
 """Formats that inputs are kept in instead of BF16."""
 
+LOOKS = ("fp8", "emulated", "stored", "bf16", "fp32")
+"""What becomes of an operator, from narrow to wide; `figures` colours them so."""
+
 YOURS = "your choice"
 
 FP8, FP8_E5M6, BF16_E4M3, BF16 = (
@@ -168,6 +171,26 @@ class MapPlan:
     def columns(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(cell.column for cell in self.cells))
 
+    @property
+    def rows(self) -> tuple[str, ...]:
+        return tuple(row for row in ROWS if any(cell.row == row for cell in self.cells))
+
+    def words(self, cell: Cell) -> tuple[str, str]:
+        """Return what a cell gets in a few words, and its look, one of `LOOKS`."""
+        each = dict.fromkeys(map(_words, self.cells[cell]))
+        look = min((look for _, look in each), key=LOOKS.index)
+        return " / ".join(words for words, _ in each), look
+
+    def reason(self, cell: Cell) -> str:
+        """Return why a cell's operators are as they are, each reason once.
+
+        What a device does to all of them is left out where the whole plan says it.
+        """
+        units = self.planned.units
+        said = "" if units.multiplies else f"; {units.reason}"
+        reasons = (row.reason.removesuffix(said) for row in self.cells[cell])
+        return "; ".join(dict.fromkeys(w for each in reasons for w in each.split("; ")))
+
     def next_edits(self, cell: Cell) -> Edits:
         """Return the edits with a cell at its next level; its policy's is no edit."""
         base = POLICIES[self.policy]
@@ -175,11 +198,11 @@ class MapPlan:
         own = base.choose(op, self.cfg.n_layers)
         now = dict(self.edits).get(cell, own)
         levels = LEVELS.get(op.kind, OTHER_LEVELS)
-        looks = [_look(level) for level in levels]
-        at = looks.index(_look(now)) if _look(now) in looks else -1
+        looks = [_wish(level) for level in levels]
+        at = looks.index(_wish(now)) if _wish(now) in looks else -1
         choice = levels[(at + 1) % len(levels)]
         others = tuple(edit for edit in self.edits if edit[0] != cell)
-        return others if _look(choice) == _look(own) else (*others, (cell, choice))
+        return others if _wish(choice) == _wish(own) else (*others, (cell, choice))
 
     def part(self, cell: Cell) -> PrecisionPlan:
         """Return the plan of a cell's operators alone."""
@@ -192,7 +215,22 @@ class MapPlan:
         return sum(flops) / whole
 
 
-def _look(choice: Choice) -> tuple[str, str]:
+def _words(row: PlanRow) -> tuple[str, str]:
+    """Return what an operator gets, and its look."""
+    is_narrow, is_e5m6 = row.kept in NARROW, row.kept == "e5m6"
+    if row.operator.kind == "send":
+        return ("FP8 sent", "stored") if is_narrow else ("BF16 sent", "bf16")
+    kept = f", keeps {row.kept.upper()}" if is_narrow else ""
+    if row.compute in ("fp8", "emulated"):
+        name = "FP8" if row.compute == "fp8" else "emul." if is_e5m6 else "emulated"
+        return f"{name}{kept if is_e5m6 else ''}", row.compute
+    name = (row.compute or row.weight).upper()
+    if row.weight == "e4m3":
+        return f"{name}, stored FP8", "stored"
+    return f"{name}{kept}", "stored" if is_narrow else name.lower()
+
+
+def _wish(choice: Choice) -> tuple[str, str]:
     return choice.compute, choice.input_format
 
 

@@ -14,187 +14,23 @@ asked for.
 """
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
-from ipywidgets import (
-    Button,
-    ButtonStyle,
-    GridBox,
-    HBox,
-    Label,
-    Layout,
-    ValueWidget,
-    VBox,
-)
+from ipywidgets import ValueWidget
 from matplotlib.figure import Figure
 
-from labkit.precision import POLICIES, PrecisionPlan, QuantSpec
+from labkit.precision import PrecisionPlan, QuantSpec
 from labkit.precision.plan import PlanRow
 from labkit.workbook.figures.precision_map import (
-    LOOKS,
     Consequence,
     Grid,
     consequences,
     precision_map,
 )
-from labkit.workbook.precision_map import (
-    DEVICES,
-    MODELS,
-    NARROW,
-    ROWS,
-    Cell,
-    MapPlan,
-    kept_bytes,
-)
+from labkit.workbook.precision_map import MapPlan, kept_bytes
 from labkit.workbook.product_error import ProductSample, untrained_sample
 from labkit.workbook.spelling import spell
-from labkit.workbook.widgets.controls import LinkedControls, choice, steps
-
-Settings = Mapping[str, Any]
-"""The controls' values, by name; `map` holds the selected cell and the edits."""
-
-SPEEDS = (80, 100, 120, 140, 160, 180, 200)
-
-START = Cell("layers 3-60", "routed experts")
-
-NAMES = "130px"
-"""Width of the rows' names."""
-
-CELL = "124px"
-
-
-class CellGrid(GridBox, ValueWidget):
-    """A button for each place of the map that holds an operator.
-
-    `value` is the cell that is selected, and the edits.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(layout=Layout(grid_gap="2px", margin="8px 0"))
-        self._plan: MapPlan | None = None
-        self._buttons: list[Button] = []
-        self._cells: list[Cell] = []
-        self._blank = Label("", layout=Layout(margin="0"))
-        looks = {name: (look.colour, look.ink) for name, look in LOOKS.items()}
-        self._styles = {
-            (name, weight): ButtonStyle(
-                button_color=colour,
-                text_color=ink,
-                font_weight=weight,
-                font_size="11px",
-            )
-            for name, (colour, ink) in looks.items()
-            for weight in ("normal", "bold")
-        }
-        size = {"width": CELL, "height": "32px", "margin": "0", "padding": "0"}
-        self._layouts = {
-            True: Layout(border="2px solid #222222", **size),
-            False: Layout(border="2px solid transparent", **size),
-        }
-        self.value = (START, ())
-
-    def show(self, plan: MapPlan) -> None:
-        """Show a plan's cells, with the selected one framed."""
-        self._plan = plan
-        columns, cells = plan.columns, plan.cells
-        rows = _rows(plan)
-        places = [Cell(column, row) for row in rows for column in columns]
-        self._cells = [place for place in places if place in cells]
-        while len(self._buttons) < len(self._cells):
-            self._add_button()
-        for button, cell in zip(self._buttons, self._cells, strict=False):
-            self._dress(button, cell)
-        buttons = iter(self._buttons)
-        children = [self._blank, *(_label(column, "center") for column in columns)]
-        for row in rows:
-            children.append(_label(row, "flex-end"))
-            children += [
-                next(buttons) if Cell(column, row) in cells else self._blank
-                for column in columns
-            ]
-        self.layout.grid_template_columns = f"{NAMES} repeat({len(columns)}, {CELL})"
-        self.children = children
-
-    def _add_button(self) -> None:
-        button, place = Button(), len(self._buttons)
-        button.on_click(lambda _: self.press(self._cells[place]))
-        self._buttons.append(button)
-
-    def _dress(self, button: Button, cell: Cell) -> None:
-        """Give a button the words, the colours and the frame of its cell."""
-        plan = self._plan
-        words, look = _words(plan.cells[cell])
-        is_edited = cell in dict(plan.edits)
-        button.description = f"• {words}" if is_edited else words
-        button.tooltip = f"{cell.row}, {cell.column}: {_reason(plan, cell)}"
-        button.style = self._styles[look, "bold" if is_edited else "normal"]
-        button.layout = self._layouts[cell == plan.selected]
-
-    def press(self, cell: Cell) -> None:
-        """Select a cell; if it is selected, ask for its next level."""
-        selected, edits = self.value
-        if cell == selected:
-            edits = self._plan.next_edits(cell)
-        self.value = (cell, edits)
-
-
-def _label(text: str, side: str) -> Label:
-    looks = Layout(justify_content=side, margin="0 6px 0 0", overflow="visible")
-    return Label(text, layout=looks)
-
-
-class MapControls(LinkedControls):
-    """A model, a device, a policy and a speed, and the map that follows from them."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            {
-                "percent": steps(
-                    "speed of FP8 products", SPEEDS, value=160, unit="% of BF16's"
-                ),
-                "model": choice("model", list(MODELS)),
-                "device": choice("device", list(DEVICES), value="H100, H800"),
-                "policy": choice("policy", list(POLICIES), value="deepseek-v3"),
-                "map": CellGrid(),
-            }
-        )
-        self._set_side_by_side("model", "device", "policy")
-
-    def _set_side_by_side(self, *names: str) -> None:
-        """Put choices beside one another, between the slider and the map."""
-        chosen = [self.controls[name] for name in names]
-        titled = [VBox([Label(each.tooltip), each]) for each in chosen]
-        beside = HBox(titled, layout=Layout(grid_gap="48px", margin="4px 0 0 24px"))
-        self.children = [self.controls["percent"], beside, self.controls["map"]]
-
-    def link(self, moved: str) -> None:
-        """Let the map follow; another model or policy starts without edits."""
-        grid = self.controls["map"]
-        selected, edits = grid.value
-        settings = {name: control.value for name, control in self.controls.items()}
-        if moved in ("model", "policy"):
-            settings["map"] = (selected, ())
-        plan = plan_of(settings)
-        if selected not in plan.cells:
-            plan = replace(plan, selected=_nearest(selected, plan))
-        grid.value = (plan.selected, plan.edits)
-        grid.show(plan)
-
-
-def plan_of(settings: Settings) -> MapPlan:
-    """Return the plan that the controls' values stand for."""
-    values = dict(settings)
-    selected, edits = values.pop("map")
-    return MapPlan(**values, selected=selected, edits=edits)
-
-
-def _nearest(cell: Cell, plan: MapPlan) -> Cell:
-    """Return a cell of the same row, or else the first."""
-    same = [other for other in plan.cells if other.row == cell.row]
-    n_operators = {other: len(rows) for other, rows in plan.cells.items()}
-    return max(same, key=n_operators.__getitem__, default=next(iter(plan.cells)))
+from labkit.workbook.widgets.precision_grid import MapControls, Settings, plan_of
 
 
 class PrecisionMap:
@@ -215,8 +51,8 @@ class PrecisionMap:
     def draw_static(self, plan: Settings) -> Figure:
         """Return the same below the map, for a page without controls."""
         chosen = plan_of(plan)
-        cells = {cell: _words(rows) for cell, rows in chosen.cells.items()}
-        grid = Grid(columns=chosen.columns, rows=_rows(chosen), cells=cells)
+        cells = {cell: chosen.words(cell) for cell in chosen.cells}
+        grid = Grid(columns=chosen.columns, rows=chosen.rows, cells=cells)
         return precision_map(grid, _bars(chosen), title=_title(chosen))
 
     def describe(self, plan: Settings) -> str:
@@ -228,7 +64,7 @@ class PrecisionMap:
         """Return what the selected cell gets, why, and what it takes."""
         cell = plan.selected
         part = plan.part(cell)
-        words, _ = _words(part.rows)
+        words, _ = plan.words(cell)
         facts = []
         if share := plan.flop_share(cell):
             facts.append(f"{_percent(share)} of the FLOPs")
@@ -245,7 +81,7 @@ class PrecisionMap:
             )
         return (
             f"▶ {_first_upper(cell.row)}, {cell.column}: {', '.join([words, *facts])}. "
-            f"Why: {_reason(plan, cell)}."
+            f"Why: {plan.reason(cell)}."
         )
 
     def _error(self, part: PrecisionPlan) -> float | None:
@@ -263,47 +99,6 @@ def _specs(row: PlanRow, plan: PrecisionPlan) -> tuple[QuantSpec, QuantSpec]:
     high = QuantSpec(format="bf16")
     inputs = plan.units.inputs if is_fp8 else high
     return inputs, plan.units.weights if row.weight == "e4m3" else high
-
-
-def _rows(plan: MapPlan) -> list[str]:
-    return [row for row in ROWS if any(cell.row == row for cell in plan.cells)]
-
-
-def _words(rows: Sequence[PlanRow]) -> tuple[str, str]:
-    """Return what a cell says, and its look: that of its operators in FP8, if any."""
-    each = dict.fromkeys(map(_words_of, rows))
-    names = [words for words, _ in each]
-    looks = [look for _, look in each]
-    return " / ".join(names), min(looks, key=list(LOOKS).index)
-
-
-def _words_of(row: PlanRow) -> tuple[str, str]:
-    is_narrow = row.kept in NARROW
-    if row.operator.kind == "send":
-        return (
-            f"{'FP8' if is_narrow else 'BF16'} sent",
-            "stored" if is_narrow else "bf16",
-        )
-    kept = f", keeps {row.kept.upper()}" if is_narrow else ""
-    is_e5m6 = row.kept == "e5m6"
-    if row.compute in ("fp8", "emulated"):
-        name = "FP8" if row.compute == "fp8" else "emul." if is_e5m6 else "emulated"
-        return f"{name}{kept if is_e5m6 else ''}", row.compute
-    name = (row.compute or row.weight).upper()
-    if row.weight == "e4m3":
-        return f"{name}, stored FP8", "stored"
-    return f"{name}{kept}", "stored" if is_narrow else name.lower()
-
-
-def _reason(plan: MapPlan, cell: Cell) -> str:
-    """Return why a cell's operators are as they are, each reason once.
-
-    What a device does to all of them is left out where the whole plan says it.
-    """
-    units = plan.planned.units
-    said = "" if units.multiplies else f"; {units.reason}"
-    reasons = (row.reason.removesuffix(said) for row in plan.cells[cell])
-    return "; ".join(dict.fromkeys(w for each in reasons for w in each.split("; ")))
 
 
 def _bars(plan: MapPlan) -> list[Consequence]:

@@ -117,6 +117,15 @@ def test_a_button_selects_and_then_changes(controls):
     assert dict(controls.value["map"][1])[OUTPUT].compute == "bf16"
 
 
+def test_a_press_makes_no_new_widgets(controls):
+    grid = controls.controls["map"]
+    before = grid.children
+    grid.press(OUTPUT)
+    grid.press(OUTPUT)
+
+    assert grid.children is before
+
+
 def test_another_device_keeps_edits_another_policy_forgets_them(controls):
     grid = controls.controls["map"]
     grid.press(OUTPUT)

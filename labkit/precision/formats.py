@@ -134,6 +134,11 @@ def encode(x: Float[Tensor, "*b c"], fmt: Format) -> Shaped[Tensor, "*b k"]:
     """
     if fmt.needs_scale:
         x = x.clamp(-fmt.largest, fmt.largest)
+    return encode_in_range(x, fmt)
+
+
+def encode_in_range(x: Float[Tensor, "*b c"], fmt: Format) -> Shaped[Tensor, "*b k"]:
+    """Return `encode(x, fmt)` of values that round to none beyond the largest."""
     return _packed(_codes_e5m6(x)) if fmt.is_packed else x.to(fmt.dtype)
 
 

@@ -1,5 +1,6 @@
 """Tiles against a loop over them, and what scales of powers of two leave alone."""
 
+import math
 import re
 
 import numpy as np
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from labkit.precision import FORMATS, QTensor, QuantSpec, dequantize, quantize
-from labkit.precision.quantize import TILES
+from labkit.precision.quantize import BLOCK, TILES
 
 NARROW = ("e4m3", "e5m2", "e5m6")
 SIZES = {(1, 128): "1x128", (128, 1): "128x1", (128, 128): "128x128"}
@@ -75,6 +76,68 @@ def test_tiles_at_the_edges_are_cut(name, tile, n_rows, n_columns, seed):
     assert q.shape == x.shape
     assert q.scale.shape == (-(-n_rows // rows), -(-n_columns // columns))
     assert (q.dequantize().numpy() == tile_by_tile(x.double().numpy(), spec)).all()
+
+
+@pytest.mark.parametrize(
+    "tile", [*TILES, (100, 36)], ids=lambda t: SIZES.get(t, str(t))
+)
+@pytest.mark.parametrize("name", ["e4m3", "e5m6"])
+def test_blocks_end_where_tiles_do(name, tile):
+    # Of 4.1 blocks; the last rows, and the last columns, are cut tiles.
+    x = drawn(2801, 389)
+    spec = QuantSpec(format=name, tile=tile)
+    q = quantize(x, spec)
+    assert x.numel() > 4 * BLOCK
+    assert (q.dequantize().numpy() == tile_by_tile(x.double().numpy(), spec)).all()
+    assert torch.equal(q.dequantize(torch.bfloat16).float(), q.dequantize())
+
+
+@pytest.mark.parametrize(
+    "shape", [(7, 300, 261), (2, 900, 389), (2, 6, 130, 200)], ids=str
+)
+@pytest.mark.parametrize("tile", [(1, 128), (128, 128), "tensor"], ids=str)
+def test_blocks_of_a_stack_are_whole_matrices_or_rows_of_one(shape, tile):
+    x = drawn(math.prod(shape[:-1]), shape[-1]).view(shape)
+    spec = QuantSpec(tile=tile)
+    q = quantize(x, spec)
+    matrices = x.flatten(0, -3)
+    alone = [quantize(matrix, spec) for matrix in matrices]
+    assert x.numel() > BLOCK
+    assert torch.equal(q.scale.float().flatten(0, -3), stacked(alone, "scale"))
+    assert torch.equal(q.data.float().flatten(0, -3), stacked(alone, "data"))
+    dequantized = torch.stack([part.dequantize() for part in alone])
+    assert torch.equal(q.dequantize().flatten(0, -3), dequantized)
+
+
+def stacked(parts: list[QTensor], field: str) -> torch.Tensor:
+    return torch.stack([getattr(part, field).float() for part in parts])
+
+
+@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
+def test_a_value_that_is_not_finite_leaves_other_tiles_of_its_block_alone(bad):
+    x = drawn(1000, 389)
+    whole = quantize(x, QuantSpec()).dequantize()
+    x[900, 300] = bad
+    q = quantize(x, QuantSpec())
+    expected = whole.clone()
+    expected[900, 256:384] = torch.nan
+    assert q.n_nonfinite_tiles() == 1
+    torch.testing.assert_close(q.dequantize(), expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("turn", [lambda x: x.T, lambda x: x[:, ::2]])
+def test_the_order_in_memory_does_not_matter(turn):
+    x = turn(drawn(700, 600))
+    q, alike = (quantize(y, QuantSpec()) for y in (x, x.contiguous()))
+    assert q.data.is_contiguous()
+    assert q.scale.is_contiguous()
+    assert torch.equal(q.data.view(torch.uint8), alike.data.view(torch.uint8))
+    assert torch.equal(q.scale.float(), alike.scale.float())
+
+
+def test_what_is_quantized_of_a_parameter_has_no_gradient():
+    weight = torch.nn.Parameter(drawn(300, 300))
+    assert not quantize(weight, QuantSpec()).dequantize().requires_grad
 
 
 def test_a_stack_is_quantized_matrix_by_matrix():

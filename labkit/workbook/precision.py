@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import groupby
 
 import torch
 from jaxtyping import Float
@@ -13,12 +14,15 @@ from labkit.memory import apply_recompute, measure
 from labkit.model import Transformer
 from labkit.model.linear import Linear
 from labkit.model.mlp import MLP
+from labkit.monitor import StepMetrics
 from labkit.precision import convert, to_fp8
-from labkit.precision.linear import InFp8
+from labkit.precision.scheduler import Decision, PrecisionScheduler
 from labkit.training import RECIPES, Trainer, corpus
 from labkit.training.accumulation import LossScale, accumulate
+from labkit.training.decisions import Rollback
 from labkit.training.windows import Batch, Windows
 from labkit.workbook.memory import by_kind
+from labkit.workbook.table import Row
 
 V3_LAYER = replace(
     PRESETS["v3-671b"],
@@ -135,12 +139,51 @@ def gradient(
     return torch.cat([x.grad.flatten() for x in model.parameters()])
 
 
-def losses(precision: str, seed: int, n_steps: int) -> list[float]:
-    """Return the losses of a run of "tiny"; the seed decides weights and text alone."""
+def new_trainer(
+    precision: str, seed: int, scheduler: PrecisionScheduler | None = None
+) -> Trainer:
+    """Return a run of "tiny"; the seed decides weights and text alone."""
     model = _model(PRESETS["tiny"], seed)
     train = replace(RUN, seed=seed, precision=precision)
-    trainer = Trainer(model, train, corpus.standard_library())
-    return [step.loss_main for step in trainer.run(n_steps, progress=False)]
+    text = corpus.standard_library()
+    return Trainer(model, train, text, scheduler=scheduler)
+
+
+def losses(precision: str, seed: int, n_steps: int) -> list[float]:
+    """Return the losses of a run."""
+    steps = new_trainer(precision, seed).run(n_steps, progress=False)
+    return [step.loss_main for step in steps]
+
+
+def steps_to(trainer: Trainer, n_steps: int) -> list[StepMetrics]:
+    """Return all steps on the way to `n_steps`, also those that were taken back."""
+    computed = []
+    while trainer.n_steps_done < n_steps:
+        computed.append(trainer.step())
+    return computed
+
+
+def what_happened(entries: Iterable[Decision | Rollback]) -> list[Row]:
+    """Return a row for each rollback, and for modules that changed level together."""
+
+    def together(entry: Decision | Rollback) -> tuple[object, ...]:
+        if isinstance(entry, Rollback):
+            return entry.step, "rollback"
+        return entry.step, entry.signal, entry.before, entry.after
+
+    rows: list[Row] = []
+    for _, group in groupby(entries, key=together):
+        first, *others = group
+        if isinstance(first, Rollback):
+            change = {"modules": "all", "what": f"rolled back to step {first.back_to}"}
+            because = first.cause
+        else:
+            more = f" and {len(others)} more" if others else ""
+            change = {"modules": f"{first.module}{more}"}
+            change["what"] = f"{first.before} → {first.after}"
+            because = first.signal
+        rows.append({"after step": first.step} | change | {"because": because})
+    return rows
 
 
 def long_runs(column: str = "train_nats") -> dict[str, list[list[float]]]:
@@ -177,11 +220,6 @@ def end_gaps(
     pairs = zip(runs, reference, strict=True)
     ratios = (sum(run[-window:]) / sum(other[-window:]) for run, other in pairs)
     return [round(100 * (ratio - 1), 6) for ratio in ratios]
-
-
-def in_fp8(model: nn.Module) -> list[str]:
-    """Return the names of modules that multiply in FP8."""
-    return [name for name, part in model.named_modules() if isinstance(part, InFp8)]
 
 
 def _model(cfg: ModelConfig, seed: int) -> Transformer:

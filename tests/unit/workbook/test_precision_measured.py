@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from torch import nn
 
 from labkit.model.linear import Linear
 from labkit.model.mlp import MLP
+from labkit.precision.scheduler import Decision
+from labkit.training.decisions import Rollback
 from labkit.workbook import precision
 
 N, D = 64, 128
@@ -73,7 +74,8 @@ def test_runs_of_one_seed_begin_alike_and_go_apart():
 
     assert fp8[0] == pytest.approx(bf16[0], rel=1e-2)
     assert fp8 != bf16
-    assert precision.losses("bf16", 2, 1)[0] != bf16[0]
+    (other,) = precision.steps_to(precision.new_trainer("bf16", 2), 1)
+    assert other.loss_main != bf16[0]
 
 
 def test_gaps_are_of_window_means_of_partners():
@@ -83,9 +85,28 @@ def test_gaps_are_of_window_means_of_partners():
     assert precision.end_gaps(runs, reference, window=2) == [0.0, -20.0]
 
 
-def test_modules_in_fp8_are_named():
-    model = nn.Sequential(Linear(D, D), nn.SiLU(), MLP(D, D))
-    assert precision.in_fp8(model) == []
-    precision.convert_together(model)
+def changed(step, module, before, after, signal="healthy"):
+    return Decision(
+        step=step, module=module, signal=signal, value=1.0, before=before, after=after
+    )
 
-    assert precision.in_fp8(model) == ["0", "2", "2.w1", "2.w2", "2.w3"]
+
+def test_modules_that_change_together_share_a_row_and_rollbacks_say_why():
+    entries = [
+        changed(4, "layers.1.attn.wo", "high", "fp8"),
+        changed(4, "layers.2.attn.wo", "high", "fp8"),
+        changed(5, "layers.1.attn.wo", "fp8", "high", signal="fprop underflow"),
+        Rollback(step=5, since=5, back_to=0, cause="the loss is not finite"),
+    ]
+
+    assert [tuple(row.values()) for row in precision.what_happened(entries)] == [
+        (4, "layers.1.attn.wo and 1 more", "high → fp8", "healthy"),
+        (5, "layers.1.attn.wo", "fp8 → high", "fprop underflow"),
+        (5, "all", "rolled back to step 0", "the loss is not finite"),
+    ]
+
+
+def test_means_of_windows_become_steps():
+    (steps,) = precision.by_step([[2.0, 1.0]])
+
+    assert steps == [2.0] * precision.WINDOW + [1.0] * precision.WINDOW

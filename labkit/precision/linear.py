@@ -21,7 +21,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from labkit.config.checks import require_choice
+from labkit.config.checks import require_above, require_choice
 from labkit.model.linear import Linear
 from labkit.model.norm import compute_dtype
 from labkit.precision.formats import FORMATS
@@ -61,6 +61,9 @@ class Fp8Recipe:
     from the gradient that came and the input that is kept, in whatever format: no
     tiles along the tokens, and not a byte more."""
 
+    least: float = 1e-12
+    """Magnitude below which a tile counts as zero, as in `QuantSpec`."""
+
     backend: str = "auto"
     """One of `BACKENDS`, or "auto": that of `choose_backend` on the weight's device."""
 
@@ -68,12 +71,13 @@ class Fp8Recipe:
         require_choice({"scale": self.scale}, SCALES)
         require_choice({"kept": self.kept}, tuple(FORMATS))
         require_choice({"wgrad": self.wgrad}, WGRADS)
+        require_above({"least": self.least}, 1e-30)
         require_choice({"backend": self.backend}, ("auto", *BACKENDS))
 
     @property
     def rows(self) -> QuantSpec:
         """How inputs and gradients are quantized."""
-        return QuantSpec(tile=ROW, scale=self.scale)
+        return QuantSpec(tile=ROW, scale=self.scale, least=self.least)
 
     @property
     def kept_rows(self) -> QuantSpec:
@@ -83,7 +87,7 @@ class Fp8Recipe:
     @property
     def squares(self) -> QuantSpec:
         """How weights are quantized."""
-        return QuantSpec(tile=SQUARE, scale=self.scale)
+        return QuantSpec(tile=SQUARE, scale=self.scale, least=self.least)
 
     def backend_on(self, device: torch.device) -> Backend:
         """Return what multiplies on a device; ValueError as in `choose_backend`."""

@@ -130,7 +130,7 @@ def test_a_single_step_out_of_limits_is_no_alarm_but_not_healthy():
 def test_what_is_near_its_limit_keeps_all_from_growing_bolder():
     scheduler = make(start="conservative")
     run(scheduler, 4)
-    near = {EXPERTS: {"dgrad": GemmSignal(0.6 * QUICK.most_underflow, 28.0, 0)}}
+    near = {EXPERTS: {"dgrad": GemmSignal(0.6 * QUICK.most_gradient_underflow, 28, 0)}}
     verdicts = [scheduler.observe(step(n, **near)) for n in range(5, 30)]
     assert all(v == Verdict() for v in verdicts)
 

@@ -16,6 +16,7 @@ has. NaN stays NaN.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from types import MappingProxyType
 
 import torch
@@ -23,8 +24,19 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int, Shaped, UInt8
 from torch import Tensor
 
+from labkit.model.checks import has_values
+
 PACKED_BYTES = 3
 """What two values of 12 bits take together."""
+
+PAIRS: Mapping[torch.dtype, torch.dtype] = MappingProxyType(
+    {
+        torch.bfloat16: torch.int32,
+        torch.float16: torch.int32,
+        torch.float32: torch.int64,
+    }
+)
+"""What is as wide as two numbers of a dtype."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,17 +167,34 @@ def decode(
         codes = _unpacked(stored)[..., :n_columns]
         half = (codes << 4).to(torch.int16).view(torch.float16)
         return half.to(dtype)
-    if stored.is_cpu and fmt.bits == 8 and not torch.compiler.is_compiling():
+    is_byte = fmt.bits == 8 and stored.is_cpu and has_values(stored)
+    if is_byte and not torch.compiler.is_compiling():
         return _looked_up(stored, dtype)
     return stored.to(dtype, copy=True)
 
 
 def _looked_up(stored: Shaped[Tensor, "*b c"], dtype: torch.dtype) -> Tensor:
-    """Return the values of bytes from a table: a third of a CPU cast's time."""
-    codes = torch.arange(256, dtype=torch.uint8, device=stored.device)
-    table = codes.view(stored.dtype).to(dtype)
-    index = stored.contiguous().view(torch.uint8).flatten().int()
-    return table.index_select(0, index).view(stored.shape)
+    """Return the values of bytes from a table: a CPU's cast takes six times as long.
+
+    Two are looked up at once where they lie as numbers of 16 bits do.
+    """
+    codes = stored.contiguous().view(torch.uint8).flatten()
+    pair = PAIRS.get(dtype)
+    if pair is None or codes.numel() % 2 or codes.storage_offset() % 2:
+        table = torch.arange(256, dtype=torch.uint8).view(stored.dtype).to(dtype)
+        return table.index_select(0, codes.int()).view(stored.shape)
+    table = _table_of_pairs(stored.dtype, dtype, pair)
+    pairs = table.index_select(0, codes.view(torch.uint16).int())
+    return pairs.view(dtype).view(stored.shape)
+
+
+@cache
+def _table_of_pairs(
+    narrow: torch.dtype, dtype: torch.dtype, pair: torch.dtype
+) -> Shaped[Tensor, "65536"]:
+    """Return what any two bytes stand for: two numbers, as one of twice the width."""
+    codes = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16)
+    return codes.view(narrow).to(dtype).view(pair)
 
 
 def _codes_e5m6(x: Float[Tensor, "*b c"]) -> Int[Tensor, "*b c"]:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from labkit.precision import FORMATS
 from labkit.precision.formats import decode, encode
@@ -113,9 +114,27 @@ def test_twelve_bits_take_three_bytes_for_two_values_of_a_row(n_columns, n_rows)
     assert (stored_and_read(x, "e5m6").numpy() == nearest(x.numpy(), "e5m6")).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64]
+)
 @pytest.mark.parametrize("name", ["e4m3", "e5m2"])
-def test_the_table_reads_as_the_cast_does(name, dtype):
-    stored = torch.arange(256, dtype=torch.uint8).view(FORMATS[name].dtype)
-    read = decode(stored, FORMATS[name], 256, dtype)
-    torch.testing.assert_close(read, stored.to(dtype), rtol=0, atol=0, equal_nan=True)
+def test_tables_read_any_two_bytes_as_the_cast_does(name, dtype):
+    byte = torch.arange(256, dtype=torch.uint8)
+    codes = torch.stack((byte.repeat(256), byte.repeat_interleave(256)), -1).flatten()
+    stored = codes.view(FORMATS[name].dtype)
+    # All of them; one byte less; from the second byte on; turned.
+    for part in (stored, stored[:-1], stored[1:-1], stored.view(256, 512).T):
+        read = decode(part, FORMATS[name], part.shape[-1], dtype)
+        assert read.shape == part.shape
+        torch.testing.assert_close(read, part.to(dtype), rtol=0, atol=0, equal_nan=True)
+
+
+def test_what_has_no_values_is_cast():
+    with FakeTensorMode():
+        stored = torch.empty(4, 6, dtype=torch.float8_e4m3fn)
+        read = decode(stored, FORMATS["e4m3"], 6, torch.bfloat16)
+    assert read.shape == (4, 6)
+    assert isinstance(read, FakeTensor)
+    # No table was made without values, and kept.
+    one = torch.ones(1, 2).to(torch.float8_e4m3fn)
+    assert decode(one, FORMATS["e4m3"], 2, torch.bfloat16).tolist() == [[1.0, 1.0]]

@@ -11,6 +11,9 @@ report; DeepSeek-EPLB), in three greedy steps:
 
 Where groups do not spread evenly over nodes, the nodes are forgotten, and steps 2 and 3
 serve all GPUs at once. That *global* form balances better, and sends tokens further.
+
+No step is undone, so that the best placement can be missed: for experts that are almost
+equally busy, spare slots may even leave a GPU with more to do than none would.
 """
 
 import heapq

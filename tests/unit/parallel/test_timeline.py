@@ -144,6 +144,23 @@ def test_dualpipe_waits_as_published_where_forward_and_backward_match(
     assert timeline.bubble == pytest.approx(published_bubble(schedule, pp, times))
 
 
+@settings(max_examples=25)
+@given(
+    schedule=st.sampled_from(["zero-bubble", "dualpipe"]),
+    half=st.integers(1, 3),
+    f=quarters,
+    i=quarters,
+    w=quarters,
+)
+def test_the_bubble_is_under_the_published_only_in_dualpipe_with_short_forwards(
+    schedule, half, f, i, w
+):
+    times = Times(f=f, b=i + w, w=w)
+    found = pipeline_timeline(schedule, 2 * half, 4 * half, times).bubble
+    if not (schedule == "dualpipe" and f < i and w <= i):
+        assert found >= published_bubble(schedule, 2 * half, times) - 1e-9
+
+
 @pytest.mark.parametrize(
     ("schedule", "pp", "times", "sign"),
     [
@@ -244,6 +261,26 @@ def test_ranks_that_wait_in_a_circle_are_named_with_what_they_wait_for():
     )
     mended = parse(["0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1"])
     assert timeline_of(mended).busy == (6, 6)
+
+
+def test_a_circle_can_pass_a_rank_that_is_where_it_should_be():
+    # Rank 1 stands at what rank 2 needs; to mend, only the others need another order.
+    rows = parse(
+        [
+            "0F0 3F0 0F1 3F1 3B0 3B1 0B0 0B1",
+            "1F0 1F1 4F0 4F1 4B0 4B1 1B0 1B1",
+            "2F1 2F0 5F0 5F1 5B0 5B1 2B0 2B1",
+        ]
+    )
+    with pytest.raises(ValueError) as caught:
+        timeline_of(rows)
+
+    assert str(caught.value) == (
+        "ranks must not wait for each other in a circle; rank 0 stops at 3F0, which "
+        "needs 2F0 of rank 2, listed behind 2F1; rank 2 stops at 2F1, which needs 1F1 "
+        "of rank 1; rank 1 stops at 1F1, which needs 0F1 of rank 0, listed behind 3F0. "
+        "Move an action forward, such as 0F1."
+    )
 
 
 def test_a_rank_can_wait_for_itself():

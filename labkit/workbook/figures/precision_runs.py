@@ -9,6 +9,7 @@ are pairs of step and loss in the order in which they were computed, so that a s
 was rolled back is among them twice.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
@@ -245,14 +246,16 @@ def decided_at(numbers: Sequence[int], decisions: Sequence[Decided]) -> list[int
 def _histories(
     start: Mapping[str, str], decisions: Sequence[Decided], places: Sequence[int]
 ) -> dict[tuple[tuple[int, str], ...], list[str]]:
-    """Return modules by their history: (place, level) for each change."""
+    """Return modules by their history: place and level of each change."""
     changes = {name: [(0, level)] for name, level in start.items()}
     for decision, place in zip(decisions, places, strict=True):
         changes.setdefault(decision.module, []).append((place, decision.after))
     rows: dict[tuple[tuple[int, str], ...], list[str]] = {}
     for name, history in changes.items():
         rows.setdefault(tuple(history), []).append(name)
-    return rows
+    # The first to change on top; those that never do have the highest place of all.
+    order = sorted(rows, key=lambda row: [at for at, _ in row[1:]] or [math.inf])
+    return {history: rows[history] for history in order}
 
 
 def label_of(names: Sequence[str]) -> str:

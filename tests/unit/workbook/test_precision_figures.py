@@ -81,7 +81,7 @@ def test_a_decision_after_a_rollback_is_at_the_second_time_of_its_step():
     assert decided_at(numbers, [*decisions, decision(9, "a", "high")]) == [2, 3, 3]
 
 
-def test_modules_with_one_history_share_a_row():
+def test_modules_with_one_history_share_a_row_the_first_to_change_on_top():
     start = dict.fromkeys(("layers.0.wq", "layers.1.wq", "layers.1.wo"), "fp8")
     losses = [(step, 1.0) for step in range(5)]
     fig = scheduler_timeline(
@@ -89,7 +89,7 @@ def test_modules_with_one_history_share_a_row():
     )
 
     names = [text.get_text() for text in fig.axes[0].texts]
-    assert names == ["layers 0-1: wq", "layers.1.wo"]
+    assert names == ["layers.1.wo", "layers 0-1: wq"]
 
 
 def test_what_is_rolled_back_is_drawn_apart_and_does_not_dwarf_the_rest():

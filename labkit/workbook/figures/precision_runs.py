@@ -70,15 +70,17 @@ def paired_losses(
     window: int,
     title: str,
     bound: float = 0.5,
+    per_value: int = 1,
 ) -> Figure:
     """Return losses of two kinds of runs in pairs, and the gap between their means.
 
     Args:
         runs: losses by step for each seed, of the reference and of what is compared
             with it; seeds in the same order, all runs equally long.
-        window: steps of which a mean is taken.
+        window: steps of which a mean is taken, a multiple of `per_value`.
         title: the finding.
         bound: gap that is allowed, in percent.
+        per_value: steps of which each loss is the mean already.
 
     Raises:
         ValueError: not two kinds, or runs that are no pairs.
@@ -88,16 +90,18 @@ def paired_losses(
     fig, (upper, lower) = panels(
         title, 2, 1, height=400, sharex=True, gridspec_kw=margins
     )
+    n_values = window // per_value
+    n_steps, n_means = per_value * first.shape[1], first.shape[1] // n_values
+    steps = n_steps - window * np.arange(n_means)[::-1]
     for name, losses, colour in ((reference, first, 0), (other, second, 1)):
-        means = window_means(losses, window)
-        steps = _window_ends(means, window)
+        means = window_means(losses, n_values)
         for seed in means:
             upper.plot(steps, seed, color=SERIES[colour], linewidth=0.8, alpha=0.6)
         style = "-" if colour == 0 else "--"
         upper.plot(steps, means.mean(0), style, color=SERIES[colour], label=name)
     upper.set_ylabel("loss")
     upper.legend(frameon=False)
-    _draw_gap(lower, gaps(first, second, window), window=window, bound=bound)
+    _draw_gap(lower, steps, gaps(first, second, n_values), bound=bound)
     lower.set_ylabel(f"{other} above {reference} (%)")
     lower.set_xlabel(f"step; each point is the mean of the {window} steps up to it")
     return fig
@@ -144,17 +148,15 @@ def gaps(
     return 100 * (after / before - 1)
 
 
-def _window_ends(
-    means: Float[np.ndarray, "seeds windows"], window: int
-) -> Int[np.ndarray, "windows"]:
-    return window * np.arange(1, means.shape[1] + 1)
-
-
 def _draw_gap(
-    axes: Axes, gap: Float[np.ndarray, "seeds windows"], *, window: int, bound: float
+    axes: Axes,
+    steps: Int[np.ndarray, "windows"],
+    gap: Float[np.ndarray, "seeds windows"],
+    *,
+    bound: float,
 ) -> None:
     """Draw the mean gap, the seeds' spread and the bound; name the last gap."""
-    steps, mean = _window_ends(gap, window), gap.mean(0)
+    mean = gap.mean(0)
     axes.axhspan(-bound, bound, color="#EEEEEE", linewidth=0)
     axes.text(steps[0], bound, f"±{bound:g} %", va="top", fontsize=9, color="#666666")
     axes.axhline(0, color="#666666", linewidth=1)

@@ -57,9 +57,19 @@ def test_the_gap_of_pairs_is_that_of_the_means_of_windows():
     fig = paired_losses(runs, window=2, title="t")
 
     assert fig.axes[1].lines[-1].get_ydata() == pytest.approx([5])
+    assert list(fig.axes[1].lines[-1].get_xdata()) == [3]
     assert [text.get_text() for text in fig.axes[1].texts][-1:] == [
         "+5.00 %\n(+0.00 to +10.00)"
     ]
+
+
+def test_losses_may_be_means_of_windows_already():
+    runs = {"BF16": [[4.0, 2.0]], "FP8": [[4.0, 2.2]]}
+    fig = paired_losses(runs, window=50, per_value=50, title="t")
+    line = fig.axes[1].lines[-1]
+
+    assert list(line.get_xdata()) == [50, 100]
+    assert line.get_ydata() == pytest.approx([0, 10])
 
 
 def test_runs_that_are_no_pairs_are_refused():

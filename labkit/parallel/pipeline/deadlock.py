@@ -3,7 +3,14 @@
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from labkit.parallel.pipeline.actions import FORWARD, WEIGHT, Action, Order, actions_of
+from labkit.parallel.pipeline.actions import (
+    FORWARD,
+    WEIGHT,
+    Action,
+    Order,
+    Step,
+    actions_of,
+)
 
 
 class Result(NamedTuple):
@@ -99,18 +106,23 @@ def describe(
         seen.append(rank)
         rank = place[missing[rank]][0]
     circle = seen[seen.index(rank) :]
-    clauses = []
+    clauses, late = [], None
     for rank in circle:
         other, index, action = place[missing[rank]]
-        stuck = "+".join(map(str, orders[rank][at[rank]]))
-        behind = "+".join(map(str, orders[other][at[other]]))
-        clauses.append(
-            f"rank {rank} stops at {stuck}, which needs {action}"
-            + (f" of rank {other}" if other != rank else "")
-            + (f", listed behind {behind}" if index > at[other] else "")
-        )
-    _, _, late = place[missing[circle[-1]]]
+        clause = f"rank {rank} stops at {_step(orders[rank][at[rank]])}, which needs "
+        clause += f"{action} of rank {other}" if other != rank else str(action)
+        if index > at[other]:
+            clause += f", listed behind {_step(orders[other][at[other]])}"
+            late = late or action
+        clauses.append(clause)
+    remedies = [f"Move an action forward, such as {late}"] if late else []
+    if any(len(orders[rank][at[rank]]) > 1 for rank in circle):
+        remedies.append("part a pair" if late else "Part a pair")
     return (
-        "ranks must not wait for each other in a circle; " + "; ".join(clauses) + ". "
-        f"Move an action forward, such as {late}."
+        f"ranks must not wait for each other in a circle; {'; '.join(clauses)}. "
+        f"{', or '.join(remedies)}."
     )
+
+
+def _step(step: Step) -> str:
+    return "+".join(map(str, step))

@@ -60,6 +60,11 @@ class Times:
         require_at_least(named(self, "hidden", "send"), 0)
         for name in ("f", "b", "w"):
             value = getattr(self, name)
+            if isinstance(value, list):
+                raise ValueError(
+                    f"{name} must be a number, or a tuple with one for each virtual "
+                    f"stage; got {value!r}. Set {name}={tuple(value)!r}."
+                )
             for seconds in value if isinstance(value, tuple) else (value,):
                 require_at_least({name: seconds}, 0)
 

@@ -257,7 +257,7 @@ def test_ranks_that_wait_in_a_circle_are_named_with_what_they_wait_for():
     assert str(caught.value) == (
         "ranks must not wait for each other in a circle; rank 0 stops at 0B0, which "
         "needs 1B0 of rank 1, listed behind 1F1; rank 1 stops at 1F1, which needs 0F1 "
-        "of rank 0, listed behind 0B0. Move an action forward, such as 0F1."
+        "of rank 0, listed behind 0B0. Move an action forward, such as 1B0."
     )
     mended = parse(["0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1"])
     assert timeline_of(mended).busy == (6, 6)
@@ -279,8 +279,21 @@ def test_a_circle_can_pass_a_rank_that_is_where_it_should_be():
         "ranks must not wait for each other in a circle; rank 0 stops at 3F0, which "
         "needs 2F0 of rank 2, listed behind 2F1; rank 2 stops at 2F1, which needs 1F1 "
         "of rank 1; rank 1 stops at 1F1, which needs 0F1 of rank 0, listed behind 3F0. "
-        "Move an action forward, such as 0F1."
+        "Move an action forward, such as 2F0."
     )
+
+
+def test_a_pair_whose_halves_need_each_other_is_refused():
+    with pytest.raises(ValueError) as caught:
+        timeline_of(parse(["0F0+0B0", "1F0 1B0"]))
+
+    assert str(caught.value) == (
+        "ranks must not wait for each other in a circle; rank 0 stops at 0F0+0B0, "
+        "which needs 1B0 of rank 1, listed behind 1F0; rank 1 stops at 1F0, which "
+        "needs 0F0 of rank 0. Move an action forward, such as 1B0, or part a pair."
+    )
+    with pytest.raises(ValueError, match="which needs 0F0 of rank 0. Part a pair."):
+        timeline_of(parse(["0F0+0B0", "1F0+1B0"]))
 
 
 def test_a_rank_can_wait_for_itself():
@@ -370,6 +383,11 @@ def test_incomplete_orders_are_refused(rows, message):
 def test_times_that_make_no_sense_are_refused(times, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         pipeline_timeline("1f1b", 2, 2, Times(**times))
+
+
+def test_times_of_stages_are_a_tuple(unchecked):
+    with pytest.raises(ValueError, match=re.escape("each virtual stage; got [1.0].")):
+        Times(f=[1.0])
 
 
 def test_published_figures_suppose_equal_stages():

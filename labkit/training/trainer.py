@@ -1,8 +1,8 @@
 """The training loop: one optimizer step at a time, measured, saved and resumable.
 
-A run is a pure function of its model, `TrainConfig` and corpus: killed at any step
-and resumed from its checkpoint, it repeats the losses of a run that was not, bit for
-bit, on the same machine and thread count.
+A run is a pure function of its model, `TrainConfig`, corpus and scheduler: killed at
+any step and resumed from its checkpoint, it repeats the losses of a run that was not,
+bit for bit, on the same machine and thread count.
 """
 
 import math

@@ -80,8 +80,7 @@ class PrecisionWatch:
     def judge(self, metrics: StepMetrics) -> Snapshot | None:
         """Show a step to the scheduler and set its levels; return where to go back to.
 
-        None goes on. So does a rollback without a change of level, from a step from
-        which one was made already: the run would repeat itself for ever.
+        None goes on.
         """
         if self.scheduler is None:
             return None
@@ -94,9 +93,7 @@ class PrecisionWatch:
         verdict = self.scheduler.observe(signals)
         if verdict.decisions:
             self.fp8.apply()
-        furthest = max((rollback.step for rollback in self.log.rollbacks), default=0)
-        is_new = bool(verdict.decisions) or metrics.step > furthest
-        if not (verdict.roll_back and is_new):
+        if not verdict.roll_back:
             self.log.entries += verdict.decisions
             return None
         since = verdict.since or metrics.step

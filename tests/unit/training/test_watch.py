@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -196,19 +197,6 @@ def test_records_tell_attempts_apart_and_the_last_of_each_step_stands(make, tmp_
     assert done[3].loss != done[5].loss  # in another precision
 
 
-def test_a_rollback_that_changes_nothing_is_done_once(make):
-    trainer = make({5: replace(TROUBLE, decisions=())})
-    trainer.watch.scheduler.script = _Forever({5: replace(TROUBLE, decisions=())})
-    records = trainer.run(6, progress=False)
-    assert [record.step for record in records] == [1, 2, 3, 4, 5, 6]
-    assert len(trainer.rollbacks) == 1
-
-
-class _Forever(dict):
-    def pop(self, key: int, default: object = None) -> object:
-        return self.get(key, default)
-
-
 def test_every_decision_is_a_line_of_the_run(make, tmp_path):
     heard = []
     trainer = make({5: TROUBLE}, run_dir=tmp_path)
@@ -256,6 +244,29 @@ def test_a_killed_run_repeats_the_whole_one_wherever_it_was_killed(
     assert same(resumed.watch.to_tensors(), whole.watch.to_tensors())
     files = [tmp_path / name / "decisions.jsonl" for name in ("killed", "whole")]
     assert files[0].read_text() == files[1].read_text()
+
+
+def test_a_real_scheduler_repeats_itself_from_the_start_and_from_a_checkpoint(
+    make_model, in_fp8, corpus, tmp_path
+):
+    hasty = Limits(n_warm_up=1, n_healthy=1, patience=1, span=2, most_z=1.0)
+
+    def make(run_dir: Path | None = None) -> Trainer:
+        scheduler = PrecisionScheduler(make_model().cfg, limits=hasty)
+        return Trainer(
+            make_model(), in_fp8, corpus, run_dir=run_dir, scheduler=scheduler
+        )
+
+    whole, again = make(), make(tmp_path)
+    expected = losses(whole.run(6, progress=False))
+    again.run(4, progress=False)
+    resumed = Trainer.resume(tmp_path, corpus=corpus)
+    resumed.run(2, progress=False)
+    assert losses(read_jsonl(tmp_path / "metrics.jsonl")) == expected
+    assert resumed.rollbacks
+    assert any(each.signal == "healthy" for each in whole.decisions)
+    assert resumed.watch.to_values() == whole.watch.to_values()
+    assert in_fp8_now(resumed) == in_fp8_now(whole)
 
 
 def test_decisions_that_a_checkpoint_does_not_know_are_no_longer_told(

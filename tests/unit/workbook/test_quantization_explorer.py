@@ -50,9 +50,7 @@ def test_numbers_are_those_of_quantize():
     report = quantization_error(tensor.x, quantize(tensor.x, spec))
 
     assert tensor.trials[SQUARE].report == report
-    assert f"({report.sqnr_db:.1f} dB)" in describe(
-        1000, 25, SQUARE, "FP32", "E5M2"
-    )
+    assert f"({report.sqnr_db:.1f} dB)" in describe(1000, 25, SQUARE, "FP32", "E5M2")
 
 
 @pytest.mark.parametrize("outlier", [1, 10**6])

@@ -61,9 +61,7 @@ def sample_of(model: Transformer, tokens: Int[Tensor, "b s"]) -> ProductSample:
     """
     operands: dict[str, tuple[Tensor, Tensor]] = {}
 
-    def keep(
-        part: str, x: Float[Tensor, "*b i"], weight: Float[Tensor, "o i"]
-    ) -> None:
+    def keep(part: str, x: Float[Tensor, "*b i"], weight: Float[Tensor, "o i"]) -> None:
         rows = x.detach().flatten(0, -2).float()
         operands.setdefault(part, (rows, weight.detach().float()))
 

@@ -207,6 +207,7 @@ class PrecisionScheduler:
         """Make guilty modules safer."""
         since = step + 1 - max(self._in_a_row[alarm.key] for alarm in alarms)
         targets = self._targets(alarms)
+        guilty = [alarm for alarm, _ in targets.values()] or alarms
         decisions = tuple(
             self._flip(step, module, *target) for module, target in targets.items()
         )
@@ -220,7 +221,7 @@ class PrecisionScheduler:
             decisions=decisions,
             roll_back=not is_hopeless,
             since=since,
-            cause=_in_words(max(alarms, key=lambda alarm: alarm.share)),
+            cause=_in_words(max(guilty, key=lambda alarm: alarm.share)),
         )
 
     def _targets(self, alarms: list[Finding]) -> dict[str, tuple[Finding, str]]:

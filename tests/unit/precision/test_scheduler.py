@@ -79,8 +79,13 @@ def test_at_the_aim_nothing_is_decided_any_more():
 def test_tiles_that_are_not_finite_are_the_fault_of_the_first_module_of_the_forward():
     scheduler = make()
     run(scheduler, 5)
-    bad = {"fprop": GemmSignal(0.0, -math.inf, 2), "dgrad": GemmSignal(0, 0, 9)}
-    given = {name: bad for name in scheduler.levels if name >= EXPERTS}
+    backward = {"dgrad": GemmSignal(0.0, -math.inf, 9)}
+    both = {"fprop": GemmSignal(0.0, -math.inf, 2)} | backward
+    order = list(scheduler.levels)
+    given = {
+        name: backward if order.index(name) < order.index(EXPERTS) else both
+        for name in order
+    }
     verdict = scheduler.observe(step(6, math.nan, math.nan, **given))
     assert changes(verdict) == {EXPERTS: ("fp8", "high")}
     assert verdict.roll_back

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,6 +13,7 @@ from labkit.precision.limits import Limits
 from labkit.precision.scheduler import PrecisionScheduler
 from labkit.precision.signals import GemmSignal, StepSignals
 
+SHORT = replace(PRESETS["tiny"], n_layers=2)
 LIMITS = Limits(n_healthy=2, n_warm_up=3, span=6, cool_down=4, max_flips=3)
 MODULES = ("layers.0.attn.wo", "layers.1.ffn.experts", "mtp.0.block.attn.wq_a")
 
@@ -41,7 +43,7 @@ RUNS = st.lists(st.one_of(CALM, CALM, STEPS), max_size=60)
 
 
 def make() -> PrecisionScheduler:
-    return PrecisionScheduler(PRESETS["tiny"], limits=LIMITS)
+    return PrecisionScheduler(SHORT, limits=LIMITS)
 
 
 @settings(deadline=None, max_examples=25)

@@ -24,14 +24,18 @@ class Limits:
     """
 
     most_underflow: float = 0.05
-    """Share of a layer's input, or weight, that may become zero. Healthy: up to 0.003;
+    """Share of a layer's input, or weight, that may become zero. Healthy: up to 0.006;
     with an outlier of 1e5 in one channel of 128 to 384: 0.06 to 0.25. It is of the
     whole input: in a layer of thousands of channels one outlier shows less."""
 
     most_gradient_underflow: float = 0.3
     """Share of a gradient, or of what is tiled along the tokens for the weight's, that
     may become zero. Healthy: up to 0.17, where attention's queries of many tokens
-    hardly matter; with nine of ten tokens of an input at 1e-5: 0.34 to 0.9."""
+    hardly matter; with nine of ten tokens of an input at 1e-5: 0.28 to 0.9."""
+
+    most_rise: float = 0.15
+    """By how much either share may be above its own running mean, which shows a sudden
+    change before the limits do. Healthy: up to 0.08, in a single step."""
 
     least_sqnr_db: float = 20.0
     """Signal over noise that a product must keep: a noise of 10 %. Healthy: 26.8."""
@@ -74,7 +78,7 @@ class Limits:
         counts = ("patience", "n_healthy", "n_warm_up", "span", "cool_down")
         require_whole(named(self, *counts, "max_flips"))
         require_whole(named(self, "max_rollbacks"), at_least=0)
-        shares = ("most_underflow", "most_gradient_underflow", "calm")
+        shares = ("most_underflow", "most_gradient_underflow", "most_rise", "calm")
         require_above(named(self, *shares, "most_z"), 0)
         require_fraction(named(self, *shares))
         require_at_least(named(self, "least_sqnr_db"), 0)
@@ -111,26 +115,53 @@ class Finding:
 
 
 def findings(
-    signals: StepSignals, levels: Mapping[str, str], limits: Limits
+    signals: StepSignals,
+    levels: Mapping[str, str],
+    limits: Limits,
+    usual: Mapping[str, float],
 ) -> Iterator[Finding]:
     """Yield what modules show that is near or out of limits; those "high" show nothing.
 
+    Args:
+        signals: of a step.
+        levels: of the modules.
+        limits: where a healthy run ends.
+        usual: running means of underflow, by `underflow_key`; none of a new product.
+
     >>> lossy = {"head": {"wgrad": GemmSignal(0.45, 26.0, 0)}}
     >>> step = StepSignals(step=1, loss=2.0, grad_norm=1.0, gemms=lossy)
-    >>> [(f.key, round(f.share, 2)) for f in findings(step, {"head": "fp8"}, Limits())]
+    >>> found = findings(step, {"head": "fp8"}, Limits(), {})
+    >>> [(f.key, round(f.share, 2)) for f in found]
     [('head wgrad underflow', 1.5), ('head wgrad sqnr', 0.5)]
     """
+    for module, gemm, signal in watched(signals, levels):
+        mean = usual.get(underflow_key(module, gemm), math.inf)
+        for kind, value, share in _shares(gemm, signal, limits, mean):
+            if share >= limits.calm:
+                yield Finding(module, gemm, kind, value, share)
+
+
+def watched(
+    signals: StepSignals, levels: Mapping[str, str]
+) -> Iterator[tuple[str, str, GemmSignal]]:
+    """Yield modules that are in FP8, their products, and what these show."""
     for module, level in levels.items():
-        if level == "high":
-            continue
-        for gemm, signal in signals.gemms.get(module, {}).items():
-            for kind, value, share in _shares(gemm, signal, limits):
-                if share >= limits.calm:
-                    yield Finding(module, gemm, kind, value, share)
+        if level != "high":
+            for gemm, signal in signals.gemms.get(module, {}).items():
+                yield module, gemm, signal
+
+
+def underflow_key(module: str, gemm: str) -> str:
+    """Return the name under which a product's usual underflow is kept.
+
+    >>> underflow_key("head", "wgrad")
+    'head wgrad'
+    """
+    return f"{module} {gemm}"
 
 
 def _shares(
-    gemm: str, signal: GemmSignal, limits: Limits
+    gemm: str, signal: GemmSignal, limits: Limits, usual: float
 ) -> Iterator[tuple[str, float, float]]:
     """Yield kinds of signals, their values, and what these are of their limits."""
     if signal.n_nonfinite_tiles:
@@ -138,6 +169,7 @@ def _shares(
         return
     is_forward = gemm == "fprop"
     most = limits.most_underflow if is_forward else limits.most_gradient_underflow
-    yield "underflow", signal.underflow, signal.underflow / most
+    rise = (signal.underflow - usual) / limits.most_rise
+    yield "underflow", signal.underflow, max(signal.underflow / most, rise)
     above = signal.sqnr_db - limits.least_sqnr_db
     yield "sqnr", signal.sqnr_db, 10 ** (-above / 20)

@@ -16,7 +16,13 @@ from typing import Any
 
 from labkit.config import ModelConfig
 from labkit.precision.levels import bolder, modules_in_fp8, require_levels, safer
-from labkit.precision.limits import Finding, Limits, findings
+from labkit.precision.limits import (
+    Finding,
+    Limits,
+    findings,
+    underflow_key,
+    watched,
+)
 from labkit.precision.order import groups_by_boldness
 from labkit.precision.policies import PrecisionPolicy, policy_of
 from labkit.precision.running import Running
@@ -136,6 +142,8 @@ class PrecisionScheduler:
         self._n_futile = 0
         """Rollbacks to before `_trouble_step` without a module made safer."""
         self._running = {kind: self._new_running(kind) for kind in RUNNING}
+        self._usual: dict[str, float] = {}
+        """Running means of underflow, by `underflow_key`."""
 
     def _new_running(self, kind: str) -> Running:
         return Running(span=self.limits.span, least=RUNNING[kind])
@@ -154,7 +162,8 @@ class PrecisionScheduler:
     @property
     def statistics(self) -> dict[str, dict[str, float]]:
         """What a snapshot of the run keeps for `rewind`, ready for JSON."""
-        return {kind: each.state_dict() for kind, each in self._running.items()}
+        running = {kind: each.state_dict() for kind, each in self._running.items()}
+        return running | {"underflow": dict(self._usual)}
 
     def observe(self, signals: StepSignals) -> Verdict:
         """Take in a step, change levels, and say what changed and what is to be done.
@@ -163,7 +172,7 @@ class PrecisionScheduler:
         """
         self._n_observed += 1
         near = [
-            *findings(signals, self._levels, self.limits),
+            *findings(signals, self._levels, self.limits, self._usual),
             *self._findings_of_run(signals),
         ]
         out = [finding for finding in near if finding.share >= 1]
@@ -202,6 +211,11 @@ class PrecisionScheduler:
             # An outlier counts as one that is barely allowed.
             most = self.limits.most_z if self._is_warm else math.inf
             self._running[kind].add(value, most=most)
+        for module, gemm, signal in watched(signals, self._levels):
+            key = underflow_key(module, gemm)
+            mean = self._usual.setdefault(key, signal.underflow)
+            rise = min(signal.underflow - mean, self.limits.most_rise)
+            self._usual[key] = mean + rise / self.limits.span
 
     def _take_back(self, step: int, alarms: list[Finding]) -> Verdict:
         """Make guilty modules safer."""
@@ -286,6 +300,7 @@ class PrecisionScheduler:
     def rewind(self, statistics: Mapping[str, Mapping[str, float]]) -> None:
         """Take statistics back to those of a snapshot; levels and counts stay."""
         self._running = {kind: Running(**statistics[kind]) for kind in RUNNING}
+        self._usual = dict(statistics["underflow"])
         self._n_healthy, self._in_a_row = 0, {}
 
     def state_dict(self) -> dict[str, Any]:

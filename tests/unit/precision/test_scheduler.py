@@ -114,6 +114,19 @@ def test_a_lossy_weight_gradient_alone_becomes_high_after_some_patience():
     assert verdict.cause == f"{WO}: 70% of an operand of wgrad became zero"
 
 
+def test_an_underflow_that_rises_at_once_is_out_of_limits_before_a_steady_one_is():
+    rising, steady = make(), make()
+    for n in range(1, 31):
+        for scheduler, usual in ((rising, 0.001), (steady, 0.2)):
+            shown = {"wgrad": GemmSignal(usual, 28.0, 0)}
+            assert scheduler.observe(step(n, **{WO: shown})) == Verdict()
+    lossy = {WO: {"wgrad": GemmSignal(0.25, 28.0, 0)}}
+    steps = [step(n, **lossy) for n in (31, 32)]
+    verdict = [rising.observe(each) for each in steps][1]
+    assert changes(verdict) == {WO: ("fp8", "fp8-high-wgrad")}
+    assert [steady.observe(each) for each in steps] == [Verdict(), Verdict()]
+
+
 def test_losses_in_other_products_too_make_the_whole_module_high():
     scheduler = make()
     bad = {"wgrad": GemmSignal(0.7, 25.0, 0), "fprop": GemmSignal(0.0, 12.0, 0)}

@@ -53,7 +53,7 @@ def block_tape(
 
 def attention_half(cfg: ModelConfig, step: Pass, stream: torch.dtype) -> list[Op]:
     """Return a layer's attention and the norm before it."""
-    ops = attention_tape(cfg.attention, cfg.dim, step)
+    ops = attention_tape(cfg.attention, cfg.dim, step.within("attn"))
     return _half(cfg, step, "attn", ops, stream)
 
 
@@ -66,13 +66,14 @@ def ffn_half(
     load: Sequence[int] | None = None,
 ) -> list[Op]:
     """Return a layer's feed-forward network and the norm before it."""
+    inner = step.within("ffn")
     if is_dense or cfg.moe is None:
-        ops = mlp_tape((cfg.dim, cfg.inter_dim), step)
+        ops = mlp_tape((cfg.dim, cfg.inter_dim), inner)
     else:
         n_rows = None
         if load is not None:
             n_rows = padded_rows(load, padding_multiple(cfg.moe, step))
-        ops = moe_tape(cfg.moe, cfg.dim, step, n_rows=n_rows)
+        ops = moe_tape(cfg.moe, cfg.dim, inner, n_rows=n_rows)
     return _half(cfg, step, "ffn", ops, stream)
 
 
@@ -83,7 +84,7 @@ def _half(
     first = norm(step, f"{name}_norm", cfg.dim, dtype=stream, kept=(x,))
     ops = [first, *_within(name, ops)]
     # The stream's gradient passes by all of them.
-    narrowed = fp8_tape(ops) if step.cached == "fp8" else ops
+    narrowed = fp8_tape(ops, cfg, step) if step.formats else ops
     return [op.beside(x.n_bytes) for op in narrowed]
 
 
@@ -152,7 +153,7 @@ def model_tape(cfg: ModelConfig, step: Pass, *, load: Load | None = None) -> lis
         is_dense = index < cfg.n_layers - cfg.n_moe_layers
         layer = block_tape(
             cfg,
-            step,
+            step.within(f"layers.{index}"),
             is_dense=is_dense,
             stream=step.weights,
             load=None if is_dense else next(loads, None),
@@ -178,8 +179,9 @@ def last_tape(cfg: ModelConfig, step: Pass, *, loads: Load = ()) -> list[Op]:
         tokens = Kept("tokens", shorter.n_tokens * INDEX_BYTES)
         ops.append(embedding(cfg, shorter)._replace(kept=(tokens,)))
         load = loads[depth - 1] if loads else None
-        ops += _within(f"mtp.{depth - 1}", _mtp_tape(cfg, shorter, load=load))
-        ops += _head_tape(cfg, shorter, is_first=False)
+        inner = shorter.within(f"mtp.{depth - 1}")
+        ops += _within(f"mtp.{depth - 1}", _mtp_tape(cfg, inner, load=load))
+        ops += _head_tape(cfg, shorter, depth)
     return ops
 
 
@@ -223,24 +225,40 @@ def _mtp_tape(
     embedded = activation("input", size, step.weights)
     yield norm(step, "enorm", cfg.dim, dtype=step.weights, kept=(embedded,))
     yield norm(step, "hnorm", cfg.dim, dtype=dtype)  # the head kept its input
-    joined = activation("input", 2 * size, dtype)
+    joined = _input_of(step, "eh_proj", 2 * cfg.dim)
     yield from linear(step, "eh_proj", (2 * cfg.dim, cfg.dim), kept=(joined,))
     yield from _within("block", [rotations(cfg.attention, step)])
     # The projection's result starts a new residual stream, in its own dtype.
     is_dense = cfg.moe is None
-    block = block_tape(cfg, step, is_dense=is_dense, stream=dtype, load=load)
+    inner = step.within("block")
+    block = block_tape(cfg, inner, is_dense=is_dense, stream=dtype, load=load)
     yield from _within("block", block)
     last = activation("input", size, dtype)
     yield norm(step, "norm", cfg.dim, dtype=dtype, kept=(last,))
 
 
-def _head_tape(cfg: ModelConfig, step: Pass, *, is_first: bool = True) -> list[Op]:
-    """Return head and cross-entropy; MTP uses the head that is there already."""
-    n, size = step.n_tokens, step.n_tokens * cfg.dim
-    normed = activation("input", size, step.compute)
-    head = list(linear(step, "head", (cfg.dim, cfg.vocab_size), kept=(normed,)))
+def _input_of(step: Pass, module: str, width: int) -> Kept:
+    """Return what a linear layer outside of blocks keeps of what it reads."""
+    kept = step.formats.of(module)
+    if kept is None:
+        return activation("input", step.n_tokens * width, step.compute)
+    return Kept("input", step.formats.n_bytes(kept, step.n_tokens, width))
+
+
+def _head_tape(cfg: ModelConfig, step: Pass, depth: int = 0) -> list[Op]:
+    """Return head and cross-entropy; MTP uses the head that is there already.
+
+    The next MTP module reads what the head does, and in BF16 whatever the head keeps.
+    """
+    n, is_first = step.n_tokens, depth == 0
+    kept = (_input_of(step, "head", cfg.dim),)
+    if step.formats.of("head") is not None:
+        kept = (kept[0]._replace(what="input in FP8"),)
+        if depth < cfg.n_mtp:
+            kept += (activation("input", n * cfg.dim, step.compute),)
+    head = list(linear(step, "head", (cfg.dim, cfg.vocab_size), kept=kept))
     if not is_first:
-        head = [head[-1]._replace(kept=(normed,))]
+        head = [head[-1]._replace(kept=kept)]
     logits = Kept("log-probabilities", n * cfg.vocab_size * EXACT_BYTES, "logits")
     kept = [logits]
     if not is_first:

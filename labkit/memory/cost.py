@@ -29,7 +29,8 @@ import torch
 from labkit.config import Layout, MLAConfig, ModelConfig, TrainConfig
 from labkit.config.checks import require_above
 from labkit.hardware import accelerator
-from labkit.memory.persistent import STATES, persistent_by_stage
+from labkit.memory.formats import formats_of
+from labkit.memory.persistent import persistent_by_stage, states_of
 from labkit.memory.predict import predict, rank_pass, with_rows
 from labkit.memory.recompute import RECOMPUTE_POLICIES, block_policies
 from labkit.memory.stages import Stage, stage_layers
@@ -184,7 +185,7 @@ def step_times(  # noqa: PLR0913, as `predict`
         cfg,
         layout,
         stages,
-        states=as_predict.get("states", STATES["trainer"]),
+        states=as_predict.get("states") or states_of(train),
         zero=as_predict.get("zero", 0),
     )
     clock = _Clock(cfg, step, layout, balance)
@@ -232,9 +233,10 @@ def planned_pass(
         TypeError: an argument that `predict` does not have.
     """
     require_known(as_predict)
-    states = as_predict.get("states", STATES["trainer"])
+    states = as_predict.get("states") or states_of(train)
     step = rank_pass(cfg, train, layout, device, states=states)
-    step = replace(step, cached=as_predict.get("cached", step.cached))
+    formats = formats_of(cfg, as_predict.get("cached", "compute"))
+    step = replace(step, formats=formats)
     rows = {name: as_predict[name] for name in ROWS if name in as_predict}
     if layout.n_ranks > 1 or rows:
         step = with_rows(cfg, step, layout, **(ROWS | rows))

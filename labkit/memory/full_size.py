@@ -5,7 +5,7 @@ run as on a CPU and compute nothing but shapes, so that `measure` sees every sto
 a step on any machine: activations, gradients and what lives between.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
@@ -20,7 +20,7 @@ from labkit.memory.measure import measure
 from labkit.memory.persistent import States
 from labkit.memory.predict import predict
 from labkit.memory.report import MemoryReport
-from labkit.model.transformer import Block
+from labkit.model import Transformer
 
 BF16 = States(weights="bfloat16", gradients="bfloat16", moments="bfloat16")
 """Of a stage whose optimizer is left out."""
@@ -54,7 +54,13 @@ def local_experts(cfg: ModelConfig, ep: int) -> ModelConfig:
     return replace(cfg, moe=fewer)
 
 
-def measure_stage(cfg: ModelConfig, train: TrainConfig, n_layers: int) -> MemoryReport:
+def measure_stage(
+    cfg: ModelConfig,
+    train: TrainConfig,
+    n_layers: int,
+    *,
+    change: Callable[[Transformer], object] | None = None,
+) -> MemoryReport:
     """Return what a forward and backward pass of BF16 layers takes, on fake tensors.
 
     The layers stand in the middle of a pipeline: without embedding, head or optimizer.
@@ -65,44 +71,72 @@ def measure_stage(cfg: ModelConfig, train: TrainConfig, n_layers: int) -> Memory
         cfg: the model, whose layers these are.
         train: its micro-batch and sequence.
         n_layers: of the stage.
+        change: what is done to a model of these layers before, such as a policy of
+            recomputation or a conversion to FP8.
     """
     require_whole({"n_layers": n_layers})
-    with torch.device("meta"):
-        stage = _Stage(cfg, train, n_layers).to(torch.bfloat16)
+    alone = _only(cfg, n_layers)
+    model = Transformer(alone, device="meta", dtype=torch.bfloat16)
+    if change is not None:
+        change(model)
+    stage = _Stage(model, train)
     with FakeTensorMode(allow_non_fake_inputs=True):
         return measure(_step_of(faked(stage)), stage)
 
 
-def predict_stage(cfg: ModelConfig, train: TrainConfig, n_layers: int) -> MemoryReport:
+def _only(cfg: ModelConfig, n_layers: int) -> ModelConfig:
+    """Return the model with so many layers, all with experts if it has any."""
+    n_dense = 0 if cfg.moe is not None else n_layers
+    return replace(cfg, n_layers=n_layers, n_dense_layers=n_dense, mtp=None)
+
+
+def predict_stage(
+    cfg: ModelConfig,
+    train: TrainConfig,
+    n_layers: int,
+    *,
+    recompute: str = "none",
+    cached: Mapping[str, str] | None = None,
+) -> MemoryReport:
     """Return what `predict` says of the same layers and pass.
 
     They are the middle one of three stages. What the optimizer holds is counted, and
     `measure_stage` has none: compare activations, weights and gradients.
+
+    Args:
+        cfg: the model, whose layers these are.
+        train: its micro-batch and sequence.
+        n_layers: of the stage.
+        recompute: the policy of its layers.
+        cached: formats of those in FP8, the first of which is `layers.0`.
     """
     require_whole({"n_layers": n_layers})
-    n_dense = 0 if cfg.moe is not None else cfg.n_dense_layers
-    whole = replace(cfg, n_layers=n_layers + 2, n_dense_layers=n_dense, mtp=None)
     reports = predict(
-        whole,
+        _only(cfg, n_layers + 2),
         replace(train, global_batch=train.micro_batch),
         Layout(pp=3),
         states=BF16,
         layers_per_stage=(1, n_layers, 1),
+        recompute=recompute,
+        cached=dict(map(_one_further, cached.items())) if cached else "compute",
     )
     return reports.by_stage[1]
 
 
-class _Stage(nn.Module):
-    """Layers, and what the stage before sends them."""
+def _one_further(item: tuple[str, str]) -> tuple[str, str]:
+    """Return a format by the name of its layer in the three stages."""
+    kind, number, part = item[0].split(".", 2)
+    return f"{kind}.{int(number) + 1}.{part}", item[1]
 
-    def __init__(self, cfg: ModelConfig, train: TrainConfig, n_layers: int) -> None:
+
+class _Stage(nn.Module):
+    """Layers of a model, and what the stage before sends them."""
+
+    def __init__(self, model: Transformer, train: TrainConfig) -> None:
         super().__init__()
-        self.shape = train.micro_batch, train.seq_len, cfg.dim
-        self.n_pairs = cfg.attention.rope_dim // 2
-        is_dense = cfg.moe is None
-        self.layers = nn.ModuleList(
-            Block(cfg, is_dense=is_dense) for _ in range(n_layers)
-        )
+        self.shape = train.micro_batch, train.seq_len, model.cfg.dim
+        self.n_pairs = model.cfg.attention.rope_dim // 2
+        self.layers = model.layers
 
     def forward(self) -> torch.Tensor:
         x = torch.empty(self.shape, dtype=torch.bfloat16).requires_grad_()

@@ -63,9 +63,8 @@ def moe_tape(
     yield from _experts(moe, dim, step, round(n_rows))
     if moe.n_shared_experts:
         widths = (dim, moe.n_shared_experts * moe.moe_inter_dim)
-        # Else the router kept it, or the routed experts, unless these had it sent.
-        keeps_input = step.ep > 1 and step.compute != torch.float32
-        for op in mlp_tape(widths, step, keeps_input=keeps_input):
+        inner = step.within("shared_experts")
+        for op in mlp_tape(widths, inner, keeps_input=False):  # the router kept it
             yield op.within("shared_experts")
 
 
@@ -74,12 +73,10 @@ def _router_tape(moe: MoEConfig, dim: int, step: Pass) -> Iterator[Op]:
     n, k, exact = step.n_tokens, moe.n_activated_experts, torch.float32
     n_weights = moe.n_routed_experts * dim
     kept = [
-        activation("input in FP32", n * dim, exact),
+        activation("input", n * dim, step.compute),
         activation("affinity", n * moe.n_routed_experts, exact),
         Kept("experts", n * k * INDEX_BYTES),
     ]
-    if step.weights != exact:
-        kept.insert(0, Kept("weight in FP32", n_weights * EXACT_BYTES, "casts"))
     if moe.norm_topk_prob:
         kept += [
             activation("sum of the chosen", n, exact),
@@ -105,9 +102,8 @@ def _experts(moe: MoEConfig, dim: int, step: Pass, n_rows: int) -> Iterator[Op]:
     if step.ep > 1:
         arrived = n_rows * dim * dtype.itemsize
         kept.append(Kept("received rows", arrived, "dispatch"))
-    elif dtype != torch.float32:  # else it is what the router kept
-        kept.append(activation("input", step.n_tokens * dim, dtype))
-    if step.is_mixed:
+    is_fp8 = step.formats.of("experts") is not None
+    if step.is_mixed and not is_fp8:
         kept.append(Kept("weights", n_weights * dtype.itemsize, "casts"))
     kept += [
         activation("gates and ups", n_rows * 2 * moe.moe_inter_dim, dtype),
@@ -120,11 +116,12 @@ def _experts(moe: MoEConfig, dim: int, step: Pass, n_rows: int) -> Iterator[Op]:
     rows = 2 * n_rows * dim + max(round(block), step.n_tokens * dim)
     at_input = step.n_tokens * dim * (2 if step.is_mixed else 1) * dtype.itemsize
     working = rows * dtype.itemsize + at_input
-    if step.cached == "fp8":
-        at_rows = n_rows * dim * dtype.itemsize
-        working += fp8_copies(at_rows, at_rows)
-    if not step.is_mixed:
-        yield Op("experts", tuple(kept), n_weights * dtype.itemsize, working)
+    if is_fp8:
+        working += fp8_copies(step, (dim, dim), n_rows)
+    if is_fp8 or not step.is_mixed:
+        # FP8 experts quantize the weights themselves, and autocast copies none.
+        gradient = n_weights * step.weights.itemsize
+        yield Op("experts", tuple(kept), gradient, working)
         return
     up, down = n_weights // 3 * 2, n_weights // 3
     for name, size in (("w13", up), ("w2", down)):

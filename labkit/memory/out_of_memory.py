@@ -21,6 +21,7 @@ from labkit.config.checks import require_instance, require_whole
 from labkit.hardware.units import memory
 from labkit.hardware.usage import reachable_memory
 from labkit.memory.cost import require_known
+from labkit.memory.formats import converted_formats
 from labkit.memory.measure import (
     BACKWARD,
     BEFORE_FORWARD,
@@ -29,7 +30,7 @@ from labkit.memory.measure import (
     StepWatch,
     report_of,
 )
-from labkit.memory.persistent import STATES, States
+from labkit.memory.persistent import States, states_of
 from labkit.memory.predict import predict
 from labkit.memory.recompute import recompute_policies, require_transformer
 from labkit.memory.remedies import Fit, Remedy, remedies, what_fits
@@ -310,7 +311,8 @@ class _Guard(NamedTuple):
             "train": self.train,
             "device": "gpu" if device.type == "cuda" else "cpu",
             "recompute": recompute_policies(self.model),
-            "states": BF16 if is_bf16 else STATES["trainer"],
+            "states": BF16 if is_bf16 else states_of(self.train),
+            "cached": converted_formats(self.model) or "compute",
             **self.as_predict,
         }
         predicted = predict(**arguments)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from labkit.config import Layout, ModelConfig
+from labkit.config import Layout, ModelConfig, TrainConfig
 from labkit.config.checks import (
     named,
     require_choice,
@@ -118,6 +118,17 @@ training, 18; DeepSeek-V3's report with BF16 weights, 14, and with FP8 weights, 
 The report names the dtypes of all but the weights that last between two steps; FP8
 ones, with a scale a block, are what its products read and what its checkpoint holds.
 A transposed copy of them, which some kernels want, is not counted."""
+
+
+def states_of(train: TrainConfig) -> States:
+    """Return what `Trainer` keeps under a recipe: FP32, but for moments in BF16.
+
+    >>> states_of(TrainConfig(moments="bf16-stochastic")).bytes_per_param
+    12
+    """
+    require_instance({"train": train}, TrainConfig)
+    is_exact = train.moments == "fp32"
+    return States(moments="float32" if is_exact else "bfloat16")
 
 
 def require_states(states: States) -> None:

@@ -6,7 +6,7 @@ arithmetic, and has been compared with no run of several ranks.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from types import MappingProxyType
 from typing import NamedTuple, TypeVar
@@ -21,6 +21,7 @@ from labkit.memory.activations import (
     ffn_half,
     last_tape,
 )
+from labkit.memory.formats import Formats
 from labkit.memory.kept_attention import rotations
 from labkit.memory.playback import kept_by_part
 from labkit.memory.ranks import rank_tape
@@ -53,6 +54,14 @@ class ChunkPrice(NamedTuple):
 
     casts: int = 0
     """Bytes that autocast holds to the end of the forward."""
+
+
+class _Layer(NamedTuple):
+    """What tells a layer from another."""
+
+    is_dense: bool
+    policy: str
+    formats: Formats
 
 
 class _Half(NamedTuple):
@@ -97,7 +106,14 @@ class ChunkPrices:
     def of(self, chunk: Chunk) -> ChunkPrice:
         """Return what a rank keeps of a chunk, for one micro-batch."""
         n_dense = self.cfg.n_layers - self.cfg.n_moe_layers
-        layers = [(index < n_dense, self.policies[index]) for index in chunk.layers]
+        layers = [
+            _Layer(
+                index < n_dense,
+                self.policies[index],
+                self.step.within(f"layers.{index}").formats,
+            )
+            for index in chunk.layers
+        ]
         return self._once(self._chunk, tuple(layers), chunk.is_first, chunk.is_last)
 
     def _once(self, make: Callable[..., Made], *kind: Hashable) -> Made:
@@ -108,10 +124,10 @@ class ChunkPrices:
         return self.known[key]
 
     def _chunk(
-        self, layers: Sequence[tuple[bool, str]], is_first: bool, is_last: bool
+        self, layers: Sequence[_Layer], is_first: bool, is_last: bool
     ) -> ChunkPrice:
-        """Price layers, of which each is dense or not and has a policy."""
-        n_sparse = sum([not is_dense for is_dense, _ in layers])
+        """Price layers, and what comes before and after them."""
+        n_sparse = sum([not layer.is_dense for layer in layers])
         parts = [
             self._once(self._first, is_first, len(layers) > 0),
             *[self._once(self._layer, *layer) for layer in layers],
@@ -129,12 +145,13 @@ class ChunkPrices:
             ops.append(rotations(self.cfg.attention, self.step))
         return Price(self._brief(self._ranked(ops)))
 
-    def _layer(self, is_dense: bool, policy: str) -> Price:
+    def _layer(self, is_dense: bool, policy: str, formats: Formats) -> Price:
         names = "attention", "dense" if is_dense else "experts"
         halves = [
             # A policy of the other half leaves this one as it is.
             self._once(
-                self._half, x, policy if BRANCHES.get(policy, x) == x else "none"
+                *(self._half, x, formats),
+                policy if BRANCHES.get(policy, x) == x else "none",
             )
             for x in names
         ]
@@ -148,8 +165,8 @@ class ChunkPrices:
         by_module = {**attention, **ffn, "casts": kept_casts}
         return Price(layer, by_module, sum([half.casts for half in halves]))
 
-    def _half(self, name: str, policy: str) -> _Half:
-        ops, plain = self._once(self._plain, name)
+    def _half(self, name: str, formats: Formats, policy: str) -> _Half:
+        ops, plain = self._once(self._plain, name, formats)
         left = ops
         if policy != "none":
             left = [under_policy(policy, op, self.cfg, self.step) for op in ops]
@@ -159,8 +176,8 @@ class ChunkPrices:
             casts = rebuilt_casts(debt_of(name, ops, left))
         return _Half(plain, debt, bytes_by_module(left), casts)
 
-    def _plain(self, name: str) -> tuple[list[Op], Segment]:
-        cfg, step = self.cfg, self.step
+    def _plain(self, name: str, formats: Formats) -> tuple[list[Op], Segment]:
+        cfg, step = self.cfg, replace(self.step, formats=formats)
         if name == "attention":
             ops = attention_half(cfg, step, step.weights)
         else:

@@ -15,7 +15,7 @@ from labkit.config import Layout, ModelConfig, TrainConfig
 from labkit.memory.cost import BLOCK_POLICIES, StepTimes, planned_pass, split_of
 from labkit.memory.measure import BACKWARD, FORWARD
 from labkit.memory.mixtures import Choice, Chunk, Mixture, Row, mixtures, piled
-from labkit.memory.persistent import STATES
+from labkit.memory.persistent import states_of
 from labkit.memory.pipeline import ChunkPrices
 from labkit.memory.predict import predict
 from labkit.memory.replay import rebuilt_casts, replay_tape
@@ -61,7 +61,7 @@ class Step(NamedTuple):
             train=train,
             layout=layout,
             step=planned_pass(cfg, train, layout, device, as_predict),
-            states=as_predict.get("states", STATES["trainer"]),
+            states=as_predict.get("states") or states_of(train),
             zero=as_predict.get("zero", 0),
             policies=self.plain,
         )

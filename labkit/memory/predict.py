@@ -7,7 +7,7 @@ use inside themselves, and what allocators, libraries and the process need besid
 which `labkit.memory.overheads` knows ranges.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -17,7 +17,8 @@ from labkit.config import Layout, ModelConfig, TrainConfig
 from labkit.config.checks import require_at_least, require_choice, require_instance
 from labkit.hardware import ACCELERATORS
 from labkit.memory.activations import Load, require_load
-from labkit.memory.persistent import STATES, States, require_states, require_zero
+from labkit.memory.formats import formats_of
+from labkit.memory.persistent import States, require_states, require_zero, states_of
 from labkit.memory.published import ROUTINGS
 from labkit.memory.ranks import rows_to_plan
 from labkit.memory.recompute import block_policies, require_experts
@@ -38,13 +39,13 @@ def predict(  # noqa: PLR0913, each decides alone
     *,
     recompute: str | Sequence[str] = "none",
     zero: int = 0,
-    states: States = STATES["trainer"],
+    states: States | None = None,
     schedule: str = "1f1b",
     layers_per_stage: Sequence[int] | None = None,
     routing: Literal["paper", "physical"] = "physical",
     imbalance: float = 1.0,
     load: Load | None = None,
-    cached: Literal["compute", "fp8"] = "compute",
+    cached: Literal["compute", "fp8"] | Mapping[str, str] = "compute",
 ) -> MemoryReport:
     """Return what a rank holds over a step of training that is not its first.
 
@@ -68,7 +69,8 @@ def predict(  # noqa: PLR0913, each decides alone
             `labkit.hardware`, which means those of a GPU.
         recompute: the policy, as for `apply_recompute`.
         zero: as for `persistent`.
-        states: dtypes of what lasts.
+        states: dtypes of what lasts; None takes those of `Trainer` with the recipe's
+            moments.
         schedule: of the pipeline, as for `stage_layers`; one rank alone has none, and
             reads no more than its name.
         layers_per_stage: as for `stage_layers`.
@@ -77,9 +79,13 @@ def predict(  # noqa: PLR0913, each decides alone
         load: tokens of each expert in a micro-batch, a row per router, as
             `LossParts.load.tolist()` gives it; None takes even routing. For one
             rank alone.
-        cached: how linear layers in blocks keep what they read: as they compute, or
-            "fp8" as DeepSeek-V3 does, which `fp8_tape` describes. That takes BF16
-            products, and is arithmetic: compared with no run of `labkit.precision`.
+        cached: how layers keep what they read: as they compute; or the formats of
+            those in FP8, by name, as `labkit.precision.kept_formats` gives them of a
+            policy and `converted_formats` of a model; or "fp8", those of DeepSeek-V3
+            with its scales in FP32, which no model here has. Precision "fp8" takes one
+            of the last two. What is kept is compared with converted models on a CPU;
+            its peak is that of FP8 units, and without them what emulates them needs
+            copies beside.
 
     >>> from labkit.config import PRESETS
     >>> report = predict(PRESETS["tiny"], TrainConfig(micro_batch=4))
@@ -87,7 +93,8 @@ def predict(  # noqa: PLR0913, each decides alone
     ('backward', '82 MiB')
 
     Raises:
-        ValueError: an argument is not what its name says; the layout, the schedule or
+        ValueError: an argument is not what its name says, or says nothing of layers
+            in FP8 though the recipe has some; the layout, the schedule or
             the policy does not fit the model, or the batch and its sequences the model
             or the layout; experts cannot have this load or imbalance; no device has
             this name; FP8 is to be kept of FP32; or a load is given for several ranks.
@@ -96,9 +103,10 @@ def predict(  # noqa: PLR0913, each decides alone
     layout = Layout() if layout is None else layout
     require_choice({"schedule": schedule}, SCHEDULES)
     require_zero(zero)
+    states = states_of(train) if states is None else states
     step = rank_pass(cfg, train, layout, device, states=states)
-    if cached != "compute":
-        step = replace(step, cached=cached)
+    _require_told(train, cached)
+    step = replace(step, formats=formats_of(cfg, cached))
     step = with_rows(cfg, step, layout, routing=routing, imbalance=imbalance)
     if load is not None:
         _require_alone(layout, routing, imbalance)
@@ -116,6 +124,16 @@ def predict(  # noqa: PLR0913, each decides alone
     if layout.pp == 1:
         return report.alone(load, cut)
     return report.pipeline(schedule, cut)
+
+
+def _require_told(train: TrainConfig, cached: object) -> None:
+    """Raise ValueError if layers are in FP8, and nobody says which."""
+    if train.precision == "fp8" and cached == "compute":
+        raise ValueError(
+            "cached must say what layers keep in FP8 if precision='fp8', because "
+            f"policies are not known here; got {cached!r}. Set cached="
+            f"labkit.precision.kept_formats(cfg, {train.fp8_policy!r})."
+        )
 
 
 def _require_alone(layout: Layout, routing: str, imbalance: float) -> None:

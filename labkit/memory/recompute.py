@@ -11,6 +11,7 @@ from torch import nn
 
 from labkit.config import ModelConfig
 from labkit.config.checks import require_choice, require_whole
+from labkit.memory.formats import is_converted
 from labkit.memory.recompute_modules import (
     CheckpointedBlock,
     CheckpointedGQA,
@@ -180,8 +181,8 @@ def apply_recompute(
 
     Raises:
         ValueError: another model than a `Transformer`, an unknown policy, not one for
-            each block, "moe" without experts, or blocks that another transform has
-            changed. The model is as before.
+            each block, "moe" without experts, or modules that another transform has
+            changed, as `labkit.precision.convert` does. The model is as before.
 
     >>> from labkit.config import PRESETS
     >>> model = apply_recompute(Transformer(PRESETS["tiny"], device="meta"), "full")
@@ -236,7 +237,7 @@ def _change_classes(model: nn.Module, changes: Changes) -> None:
     names = {module: name for name, module in model.named_modules()}
     classes = {module: _plain_class(module) for module in names}
     for module, plain in classes.items():
-        if issubclass(plain, Recomputing):
+        if issubclass(plain, Recomputing) or is_converted(module):
             _raise_changed(names[module], plain)
     for module, variants in changes:
         if classes[module] not in variants:

@@ -55,7 +55,7 @@ class CheckpointedMoE(Checkpointed, MoE):
 
 
 class CheckpointedRouter(Checkpointed, Router):
-    """Keeps its input, but not the FP32 copy that a BF16 model makes of it."""
+    """Keeps its input, but neither affinities nor what was chosen by them."""
 
 
 class RebuiltNorm(Recomputing, RMSNorm):

@@ -98,7 +98,7 @@ def rebuilt_casts(tape: Iterable[Op]) -> int:
     """Return the bytes of autocast's copies of weights that the backward makes again.
 
     It holds the first ones to the end of a micro-batch's forward: not those of experts,
-    which make their own, nor of the routers of a BF16 model.
+    which make their own.
     """
     return -sum(
         storage.n_bytes

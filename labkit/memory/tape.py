@@ -12,31 +12,14 @@ from typing import Literal, NamedTuple
 import torch
 
 from labkit.config.checks import named, require_choice, require_whole
+from labkit.memory.formats import Formats
 
 EXACT_BYTES = 4
 """Of a value that stays in FP32 whatever the precision."""
 
 INDEX_BYTES = 8
 
-FP8_TILE = 128
-"""Values that share a scale: channels of a token, or tokens of a channel."""
-
-E4M3_BITS, E5M6_BITS = 8, 12
-
 BF16_BYTES = 2
-
-NEVER_FP8 = ("head", "eh_proj")
-"""Linear layers outside blocks, which compute in BF16 always (DeepSeek-V3, 3.3.1)."""
-
-
-def fp8_bytes(n_bytes: int, *, bits: int = E4M3_BITS) -> int:
-    """Return what a BF16 tensor takes in tiles of so many bits, scales in FP32.
-
-    >>> fp8_bytes(2 * 128), fp8_bytes(2 * 128, bits=E5M6_BITS)
-    (132, 196)
-    """
-    n_values = n_bytes // BF16_BYTES
-    return -(-n_values * bits // 8) + -(-n_values // FP8_TILE) * EXACT_BYTES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,17 +47,16 @@ class Pass:
     """Ranks that experts are spread over; above 1, copies of tokens are sent to them,
     and what arrives is kept."""
 
-    cached: Literal["compute", "fp8"] = "compute"
-    """How inputs of linear layers in blocks are kept: as they are, or in FP8, in which
-    these layers then compute; see `fp8_tape`."""
+    formats: Formats = Formats()
+    """Of what layers keep that compute in FP8; names are relative to the model, or to
+    the module whose pass this is."""
 
     def __post_init__(self) -> None:
         require_whole(named(self, "batch", "seq_len", "ep"))
         require_choice(named(self, "device"), ("cpu", "gpu"))
-        require_choice(named(self, "cached"), ("compute", "fp8"))
-        if self.cached == "fp8" and self.compute != torch.bfloat16:
+        if self.formats and self.compute != torch.bfloat16:
             raise ValueError(
-                "cached='fp8' narrows what a BF16 model keeps; got products in "
+                "layers in FP8 narrow what a BF16 model keeps; got products in "
                 f"{self.compute}. Set precision='bf16', or cached='compute'."
             )
         if self.weights != self.compute and self.weights != torch.float32:
@@ -92,6 +74,12 @@ class Pass:
     def is_mixed(self) -> bool:
         """Whether autocast is on."""
         return self.weights != self.compute
+
+    def within(self, module: str) -> "Pass":
+        """Return the pass through a module of this one."""
+        if not self.formats:
+            return self
+        return replace(self, formats=self.formats.within(module))
 
     def shorter(self, n: int) -> "Pass":
         """Return the pass over sequences `n` tokens shorter, with its share of rows."""
@@ -163,6 +151,8 @@ def linear(
 ) -> Iterator[Op]:
     """Yield a linear layer; autocast first makes a copy of its weight, and keeps it.
 
+    In FP8 it quantizes the weight itself instead, and its gradient is whole at once.
+
     Args:
         step: the pass.
         module: the layer's name.
@@ -173,25 +163,30 @@ def linear(
     n_weights = widths[0] * widths[1]
     gradient, copy = (n_weights * x.itemsize for x in (step.weights, step.compute))
     given, wanted = (step.n_tokens * width * step.compute.itemsize for width in widths)
-    if step.cached == "fp8" and module not in NEVER_FP8:
-        beside += fp8_copies(given, wanted)
+    if step.formats.of(module) is not None:
+        working = given + wanted + beside + fp8_copies(step, widths)
+        yield Op(module, tuple(kept), gradient, working)
+        return
     if step.is_mixed:
         yield Op(module, (), gradient, given + beside)
         kept = (Kept("weight", copy, "casts"), *kept)
     yield Op(module, tuple(kept), copy, given + wanted + beside)
 
 
-def fp8_copies(given: int, wanted: int) -> int:
+def fp8_copies(step: Pass, widths: tuple[int, int], n_rows: int | None = None) -> int:
     """Return the bytes of what a product's backward computes with in FP8.
 
     That is its input in tiles of tokens, and its result's gradient in tiles of
     channels and of tokens: both products of the backward sum within a tile.
 
     Args:
-        given: bytes of the input in BF16.
-        wanted: bytes of the result in BF16.
+        step: the pass.
+        widths: of the input and of the result.
+        n_rows: of both; None takes the tokens of the pass.
     """
-    return fp8_bytes(given) + 2 * fp8_bytes(wanted)
+    n_rows = step.n_tokens if n_rows is None else n_rows
+    given, wanted = (step.formats.n_bytes("e4m3", n_rows, width) for width in widths)
+    return given + 2 * wanted
 
 
 def norm(

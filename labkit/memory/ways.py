@@ -12,7 +12,7 @@ from labkit.config.checks import require_choice
 from labkit.memory.budget import budget
 from labkit.memory.cost import StepTimes, step_times
 from labkit.memory.overheads import overheads
-from labkit.memory.persistent import STATES, States
+from labkit.memory.persistent import States, states_of
 from labkit.memory.predict import predict
 from labkit.memory.recompute import RECOMPUTE_POLICIES, block_policies
 from labkit.memory.report import MemoryReport
@@ -64,7 +64,7 @@ class Plan(NamedTuple):
     @property
     def states(self) -> States:
         """Dtypes of what lasts."""
-        return self.arguments.get("states", STATES["trainer"])
+        return self.arguments.get("states") or states_of(self.train)
 
     @property
     def policies(self) -> tuple[str, ...]:
@@ -202,7 +202,7 @@ def _bf16_moments(plan: Plan) -> Ways:
 
 
 def _fp8_activations(plan: Plan) -> Ways:
-    if plan.is_bf16 and plan.arguments.get("cached") != "fp8":
+    if plan.is_bf16 and plan.arguments.get("cached", "compute") == "compute":
         cost = "what linear layers keep is rounded to FP8"
         yield "cached='fp8'", cost, {"cached": "fp8"}
 

@@ -103,7 +103,8 @@ class _SwiGLUExperts(torch.autograd.Function):
                 # The gathered rows are read; their place takes the result.
                 torch.mm(product, w2[expert].T, out=rows[start:end])
             start = end
-        ctx.save_for_backward(x, weights, w13, w2, hidden, token, row)
+        # Detached: what a reader left with the tensor itself would be kept with it.
+        ctx.save_for_backward(x.detach(), weights, w13, w2, hidden, token, row)
         ctx.ends = ends
         return F.embedding_bag(row, rows, mode="sum")
 

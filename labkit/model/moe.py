@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx, once_differentiable
 
 from labkit.config import MoEConfig
 from labkit.model.checks import has_values
@@ -26,6 +27,28 @@ class Routing(NamedTuple):
     """Affinities without bias, in FP32; differentiable."""
 
     experts: Int[Tensor, "b s k"]
+
+
+class _ExactLinear(torch.autograd.Function):
+    """The FP32 product of narrower operands, which keeps these and not their copies.
+
+    Gradients are those that PyTorch gives of the copies, to the bit.
+    """
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor) -> Tensor:
+        # Detached: what a reader left with the tensor itself would be kept with it.
+        ctx.save_for_backward(x.detach(), weight)
+        return linear(x.float(), weight.float())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight = ctx.needs_input_grad
+        grad_x = (grad @ weight.float()).type_as(x) if needs_x else None
+        grad_weight = (grad.T @ x.float()).type_as(weight) if needs_weight else None
+        return grad_x, grad_weight
 
 
 class Router(nn.Module):
@@ -58,7 +81,10 @@ class Router(nn.Module):
         # Affinities in FP32: rounding in BF16 reorders near-ties between experts.
         known = "cpu" if x.is_meta else x.device.type  # to autocast
         with torch.autocast(known, enabled=False):
-            logits = linear(x.float(), self.weight.float())
+            if x.dtype != torch.float32 and torch.is_grad_enabled():
+                logits = _ExactLinear.apply(x, self.weight)
+            else:
+                logits = linear(x.float(), self.weight.float())
         return self.route(logits)
 
     def route(

@@ -2,7 +2,8 @@
 
 Modules change their class, as `to_fp8` says; weights and names stay. What a layer's
 backward pass needs of its input is kept as the policy says, unless recomputation lets
-no one keep that input: then it is not kept in FP8 either, but had again.
+no one keep that input: then it is not kept in FP8 either, but had again. Nor is it
+where a router reads it too, which keeps it in BF16: experts need no copy beside.
 
 None of this has been run on a GPU.
 """
@@ -17,6 +18,7 @@ from typing import Literal
 from torch import nn
 
 from labkit.model.mlp import MLP
+from labkit.model.moe import MoE
 from labkit.model.norm import RMSNorm
 from labkit.model.transformer import MTPModule, Transformer
 from labkit.precision.linear import Fp8Recipe, InFp8
@@ -255,6 +257,9 @@ class _Decisions:
         if self._reads_rebuilt(name):
             kept = "bf16"
             reasons.append("its input runs again, and so is not kept in FP8")
+        elif self._reads_kept(name):
+            kept = "bf16"
+            reasons.append("the router keeps the same input in BF16 anyhow")
         recipe = Fp8Recipe(backend=_backend_asked(self.made))
         device = next(self.model.get_submodule(name).parameters()).device
         return ConversionRow(
@@ -303,6 +308,13 @@ class _Decisions:
         half = READS[part]
         block = name.partition(f".{half}.")[0]
         return self._is_changed(f"{block}.{half}_norm", RMSNorm)
+
+    def _reads_kept(self, name: str) -> bool:
+        """Return whether a router reads a layer's input too, and keeps it."""
+        owner, _, part = name.rpartition(".")
+        owner = owner.removesuffix(".shared_experts")
+        is_reader = READS.get(part) == "ffn"
+        return is_reader and isinstance(self.model.get_submodule(owner), MoE)
 
     def _is_changed(self, name: str, plain: type[nn.Module]) -> bool:
         """Return whether a module has another class than its plain one, but for FP8."""

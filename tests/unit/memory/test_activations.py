@@ -237,11 +237,9 @@ def test_casts_are_autocasts_copies_of_all_matrices(cfg, step):
     model = Transformer(cfg, device="meta")
     matrices = sum(p.numel() for p in model.parameters() if p.ndim > 1)
     routers = sum(router.weight.numel() for router in model.routers())
-    if step.is_mixed:
-        # The router computes in FP32, and an embedding is looked up.
-        assert casts == 2 * (matrices - routers - counts.embedding)
-    else:
-        assert casts == (4 * routers if step.weights == BF16 else 0)
+    # The router computes in FP32, and an embedding is looked up.
+    of_all = 2 * (matrices - routers - counts.embedding)
+    assert casts == (of_all if step.is_mixed else 0)
 
 
 @given(cfg=models(), step=passes())

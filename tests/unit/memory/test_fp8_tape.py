@@ -5,13 +5,17 @@ from collections import Counter
 import pytest
 import torch
 
-from labkit.config import PRESETS
+from labkit.config import PRESETS, ModelConfig
 from labkit.memory.activations import block_tape
-from labkit.memory.fp8_tape import fp8_tape
-from labkit.memory.tape import Op, Pass, fp8_bytes
+from labkit.memory.formats import formats_of
+from labkit.memory.tape import Op, Pass
 
 V3 = PRESETS["v3-671b"]
 N = 1024
+BF16 = torch.bfloat16
+
+TILED = 1 + 4 / 128
+"""Bytes of a value in E4M3, FP32 scales included."""
 
 
 def kept(ops: list[Op]) -> Counter[tuple[str, str]]:
@@ -20,28 +24,24 @@ def kept(ops: list[Op]) -> Counter[tuple[str, str]]:
     )
 
 
-def layer(*, is_dense: bool, ep: int = 1, cached: str = "compute") -> list[Op]:
-    bf16 = torch.bfloat16
+def layer(cached: str | dict[str, str], *, number: int, ep: int = 1) -> list[Op]:
+    """Return the tape of a layer of DeepSeek-V3, of which the first three are dense."""
     step = Pass(
         batch=1,
         seq_len=N,
-        weights=bf16,
-        compute=bf16,
+        weights=BF16,
+        compute=BF16,
         device="gpu",
         n_rows=8 * N,
         ep=ep,
-        cached=cached,
+        formats=formats_of(V3, cached),
     )
-    return list(block_tape(V3, step, is_dense=is_dense, stream=bf16))
-
-
-def test_a_tensor_shrinks_by_48_percent():
-    assert round(1 - fp8_bytes(2 * 2**20) / (2 * 2**20), 3) == 0.484
+    is_dense, inner = number < 3, step.within(f"layers.{number}")
+    return list(block_tape(V3, inner, is_dense=is_dense, stream=BF16))
 
 
 def test_a_dense_layer_keeps_a_byte_for_what_its_linears_read():
-    before = kept(layer(is_dense=True))
-    after = kept(list(fp8_tape(layer(is_dense=True))))
+    before, after = (kept(layer(x, number=0)) for x in ("compute", "fp8"))
     narrow = {name for name in after if after[name] != before[name]}
 
     assert before.keys() - after.keys() == {("ffn", "silu"), ("ffn.w2", "input")}
@@ -54,20 +54,19 @@ def test_a_dense_layer_keeps_a_byte_for_what_its_linears_read():
         ("ffn", "gate"),
         ("ffn", "up"),
     }
-    assert after["ffn", "gate"] == N * 18_432 * (1 + 4 / 128)
+    assert after["ffn", "gate"] == N * 18_432 * TILED
     assert after["attn.wo", "input"] == N * 128 * 128 * (1.5 + 4 / 128)
 
 
 def test_experts_keep_a_byte_for_rows_that_arrive_and_for_what_swiglu_reads():
-    after = kept(list(fp8_tape(layer(is_dense=False, ep=8))))
+    after = kept(layer("fp8", number=9, ep=8))
 
-    assert after["ffn.experts", "received rows"] == 8 * N * 7168 * (1 + 4 / 128)
-    assert after["ffn.experts", "gates and ups"] == 8 * N * 4096 * (1 + 4 / 128)
+    assert after["ffn.experts", "received rows"] == 8 * N * 7168 * TILED
+    assert after["ffn.experts", "gates and ups"] == 8 * N * 4096 * TILED
 
 
 def test_routers_and_norms_stay_as_they_are():
-    before = kept(layer(is_dense=False))
-    after = kept(list(fp8_tape(layer(is_dense=False))))
+    before, after = (kept(layer(x, number=9)) for x in ("compute", "fp8"))
 
     for module in ("ffn.gate", "attn_norm", "ffn_norm", "attn.kv_norm", "attn"):
         for name in before:
@@ -75,17 +74,37 @@ def test_routers_and_norms_stay_as_they_are():
                 assert after[name] == before[name]
 
 
-@pytest.mark.parametrize("is_dense", [True, False])
-def test_a_pass_that_caches_in_fp8_keeps_the_same(is_dense):
-    narrowed = kept(list(fp8_tape(layer(is_dense=is_dense, ep=8))))
+def test_experts_keep_nothing_of_their_own_of_what_the_router_keeps():
+    after = kept(layer("fp8", number=9))
+    readers = {module for module, what in after if what == "input"}
 
-    assert kept(layer(is_dense=is_dense, ep=8, cached="fp8")) == narrowed
+    assert readers.isdisjoint({"ffn.experts", "ffn.shared_experts.w1"})
+    assert after["ffn.gate", "input"] == 2 * N * 7168
+
+
+def test_readers_of_one_tensor_keep_it_once_in_each_of_their_formats():
+    cached = {f"layers.0.attn.{name}": "e4m3" for name in ("wq_a", "wkv_a")}
+    alike = kept(layer(cached, number=0))
+    mixed = kept(layer({"layers.0.attn.wkv_a": "e4m3"}, number=0))
+    scaled = N * 7168 * (1 + 1 / 128)  # scales are powers of two, a byte each
+
+    assert alike["attn.wq_a", "input"] == scaled
+    assert ("attn.wkv_a", "input") not in alike
+    assert mixed["attn.wq_a", "input"] == 2 * N * 7168
+    assert mixed["attn.wkv_a", "input"] == scaled
+
+
+def test_layers_of_other_blocks_stay_as_they_are():
+    plain = layer("compute", number=1)
+
+    assert layer({"layers.0.attn.wo": "e5m6"}, number=1) == plain
+    assert layer({"layers.1.attn.wo": "e5m6"}, number=1) != plain
 
 
 def test_products_in_fp8_need_copies_while_their_backward_runs():
     before, after = (
-        {op.module: op.working_bytes for op in layer(is_dense=True, cached=cached)}
-        for cached in ("compute", "fp8")
+        {op.module: op.working_bytes for op in layer(x, number=0)}
+        for x in ("compute", "fp8")
     )
     hidden, dim = N * 18_432, N * 7168
     product = 2 * hidden  # computed again, in BF16
@@ -97,9 +116,31 @@ def test_products_in_fp8_need_copies_while_their_backward_runs():
 
 def test_what_computes_in_fp32_has_nothing_to_narrow():
     with pytest.raises(ValueError) as error:
-        Pass(batch=1, seq_len=8, cached="fp8")
+        Pass(batch=1, seq_len=8, formats=formats_of(V3, "fp8"))
 
     assert str(error.value) == (
-        "cached='fp8' narrows what a BF16 model keeps; got products in torch.float32. "
+        "layers in FP8 narrow what a BF16 model keeps; got products in torch.float32. "
         "Set precision='bf16', or cached='compute'."
     )
+
+
+@pytest.mark.parametrize(
+    ("cached", "message"),
+    [
+        (
+            {"layers.0.attn.wo": "fp8"},
+            "cached['layers.0.attn.wo'] must be one of 'e4m3', 'e5m6', 'bf16'; got "
+            "'fp8'. Set cached['layers.0.attn.wo']='e4m3' or another of these.",
+        ),
+        (
+            {"layers.0.attn.w0": "e4m3"},
+            "cached must name layers of the model that can be in FP8, such as 'head'; "
+            "got 'layers.0.attn.w0'. Make it for this model.",
+        ),
+    ],
+)
+def test_formats_of_nothing_are_refused(cached, message, dense: ModelConfig):
+    with pytest.raises(ValueError) as error:
+        formats_of(dense, cached)
+
+    assert str(error.value) == message

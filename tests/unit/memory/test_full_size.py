@@ -13,8 +13,12 @@ from labkit.memory.fakes import faked
 from labkit.memory.full_size import local_experts, measure_stage, predict_stage
 from labkit.memory.kept_attention import rotations
 from labkit.memory.playback import kept_by_part
+from labkit.memory.recompute import apply_recompute
+from labkit.memory.report import MemoryReport
 from labkit.memory.tape import Pass
 from labkit.model.transformer import Block
+from labkit.precision.convert import convert
+from labkit.precision.kept_formats import kept_formats
 
 V3 = PRESETS["v3-671b"]
 LOCAL = replace(V3.moe, n_routed_experts=32, n_expert_groups=1, n_limited_groups=1)
@@ -75,6 +79,26 @@ def test_a_dense_stage_is_measured_and_predicted_alike():
     measured, predicted = (report.by_part["activations"] for report in reports)
 
     assert measured == predicted
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_a_stage_in_fp8_keeps_what_is_predicted_of_it(recompute):
+    small = replace(PRESETS["small"], n_dense_layers=0, mtp=None, n_layers=1)
+    cfg = local_experts(small, 2)
+    train = TrainConfig(micro_batch=2, global_batch=2, seq_len=32)
+    formats = kept_formats(cfg)
+    predicted = predict_stage(cfg, train, 1, recompute=recompute, cached=formats)
+    measured = measure_stage(
+        cfg, train, 1, change=lambda model: convert(apply_recompute(model, recompute))
+    )
+
+    assert kept_of(predicted) == kept_of(measured)
+
+
+def kept_of(report: MemoryReport) -> int:
+    (last,) = (x for x in report.timeline if x.name == "end of forward")
+    return last.by_part["activations"]
 
 
 def test_experts_are_shared_out_equally():

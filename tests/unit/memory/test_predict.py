@@ -233,7 +233,6 @@ E4M3, E5M6 = 2 - 33 / 32, 2 - 49 / 32
 IN_FP8 = {
     "queries and latents": (7168 + 1536 + 512) * E4M3,
     "output": 128 * 128 * E5M6,
-    "shared input": 7168 * E4M3,
     "SwiGLU reads": (8 + 1) * 2 * 2048 * E4M3,
     "SwiGLU makes": 2 * 2048 * 2,
 }

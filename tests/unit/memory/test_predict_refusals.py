@@ -47,8 +47,8 @@ def with_row(row):
             "Set states=STATES['megatron'], or build States(...).",
         ),
         (
-            {"states": None},
-            "states must be the dtypes of what lasts, of type States; got None. "
+            {"states": 16},
+            "states must be the dtypes of what lasts, of type States; got 16. "
             "Set states=STATES['trainer'], or build States(...).",
         ),
         (

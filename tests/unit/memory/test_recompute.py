@@ -14,6 +14,7 @@ from labkit.memory.recompute import (
     recompute_policies,
 )
 from labkit.model import LatentCache, Transformer, generate, load_hf, save_hf
+from labkit.precision.transform import to_fp8
 
 BATCH, SEQ = 2, 16
 
@@ -242,6 +243,22 @@ def test_what_cannot_be_is_refused_and_the_model_is_as_before(
     with pytest.raises(ValueError, match=message):
         apply_recompute(model, policy, k=k)
 
+    assert [*map(type, model.modules())] == before
+
+
+@pytest.mark.parametrize("policy", ["none", "full", "selective"])
+def test_a_model_in_fp8_is_refused_and_nothing_is_changed(policy, dense):
+    model = build(dense, "attention")
+    to_fp8(model.layers[1].attn.wo)
+    before = [*map(type, model.modules())]
+    with pytest.raises(ValueError) as error:
+        apply_recompute(model, policy)
+
+    assert str(error.value) == (
+        "a recompute policy must come before other transforms, because it changes the "
+        "classes of modules; layers.1.attn.wo is a Fp8Linear. Call apply_recompute "
+        "first."
+    )
     assert [*map(type, model.modules())] == before
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from torch.autograd.graph import saved_tensors_hooks
 
 from labkit.config import MoEConfig
 from labkit.model.moe import MoE, Router, balance_loss, expert_load
@@ -173,6 +174,32 @@ def test_affinities_are_fp32_under_bf16_and_under_autocast():
     logits = x.bfloat16().double() @ router.weight.double().T
     assert affinity.dtype == weights.dtype == torch.float32
     torch.testing.assert_close(affinity, logits.sigmoid().float())
+
+
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
+def test_gradients_of_bf16_are_to_the_bit_those_through_fp32_copies(weights):
+    router = built(Router, V3).to(weights)
+    x = torch.randn(40, DIM).bfloat16().requires_grad_()
+    leaves = x, router.weight
+    copies = torch.nn.functional.linear(x.float(), router.weight.float())
+    for wanted, given in zip(router.route(copies), router(x), strict=True):
+        assert torch.equal(given, wanted)
+        if not wanted.requires_grad:
+            continue
+        grad = torch.randn(wanted.shape)
+        exact = torch.autograd.grad(wanted, leaves, grad, retain_graph=True)
+        found = torch.autograd.grad(given, leaves, grad, retain_graph=True)
+        assert all(map(torch.equal, found, exact))
+
+
+def test_of_bf16_the_input_and_the_weight_are_kept_and_no_copies_of_them():
+    router = built(Router, V3).bfloat16()
+    x = torch.randn(40, DIM).bfloat16().requires_grad_()
+    kept = []
+    with saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda t: t):
+        router(x)
+    wide = {tensor.data_ptr() for tensor in kept if tensor.shape[-1] == DIM}
+    assert wide == {x.data_ptr(), router.weight.data_ptr()}
 
 
 @pytest.mark.parametrize("cast", ["bfloat16", "half", "double"])

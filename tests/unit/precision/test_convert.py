@@ -9,6 +9,7 @@ from torch import nn
 from labkit.config import PRESETS, GQAConfig, MLAConfig, ModelConfig
 from labkit.memory import apply_recompute
 from labkit.model import Transformer
+from labkit.model.moe import MoE
 from labkit.precision.convert import Conversion, ConversionRow, convert
 from labkit.precision.linear import Fp8Linear, InFp8
 from labkit.precision.plan import plan
@@ -60,6 +61,12 @@ def names_of(model: Transformer, *kinds: type[nn.Module]) -> set[str]:
     return {name for name, m in model.named_modules() if isinstance(m, kinds)}
 
 
+def beside_routers(model: Transformer) -> set[str]:
+    """Return the modules that read what a router reads, and keeps in BF16."""
+    readers = ("experts", "shared_experts.w1", "shared_experts.w3")
+    return {f"{moe}.{reader}" for moe in names_of(model, MoE) for reader in readers}
+
+
 def row_of(conversion: Conversion, name: str) -> ConversionRow:
     (row,) = (row for row in conversion.rows if row.module == name)
     return row
@@ -75,6 +82,7 @@ def test_what_is_in_fp8_and_what_it_keeps_are_the_plan_s(policy, hardware, cfg):
         if row.weight == "e4m3" and not row.operator.is_shared
     }
     model = shapes(cfg)
+    planned |= dict.fromkeys(planned.keys() & beside_routers(model), "bf16")
     rows = convert(model, policy, hardware=hardware).rows
     made = names_of(model, Fp8Linear, Fp8Experts)
     assert {name: model.get_submodule(name).recipe.kept for name in made} == planned
@@ -115,7 +123,7 @@ def test_recipes_are_powers_of_two_and_keep_the_input_of_wo_in_e5m6():
     convert(model)
     parts = [m for m in model.modules() if isinstance(m, InFp8)]
     assert {part.recipe.scale for part in parts} == {"po2"}
-    assert {part.recipe.kept for part in parts} == {"e4m3", "e5m6"}
+    assert {part.recipe.kept for part in parts} == {"e4m3", "e5m6", "bf16"}
     assert model.layers[0].attn.wo.recipe.kept == "e5m6"
 
 
@@ -291,6 +299,14 @@ def test_layers_that_read_what_runs_again_keep_it_in_no_other_format():
     assert reason.endswith("; its input runs again, and so is not kept in FP8")
 
 
+def test_what_a_router_keeps_is_kept_in_no_other_format():
+    conversion = convert(shapes())
+    for name in beside_routers(conversion.model):
+        row = row_of(conversion, name)
+        assert row.kept == "bf16"
+        assert row.reason.endswith("; the router keeps the same input in BF16 anyhow")
+
+
 def test_products_that_run_again_are_not_kept_in_fp8():
     model = apply_recompute(shapes(DEEP), "selective")
     convert(model, "conservative")  # leaves SwiGLU as it is
@@ -302,7 +318,7 @@ def test_products_that_run_again_are_not_kept_in_fp8():
 def test_a_policy_of_recomputation_is_refused_after_a_conversion():
     model = shapes()
     convert(model)
-    message = "layers.0.ffn is a Fp8MLP. Call apply_recompute first."
+    message = "layers.0.attn.wq_a is a Fp8Linear. Call apply_recompute first."
     with pytest.raises(ValueError, match=re.escape(message)):
         apply_recompute(model, "selective")
 

@@ -1,12 +1,13 @@
 """Predicted memory beside measured and published: bytes, and errors with their sign.
 
-Three tables. Steps of a real Trainer, drawn with a fixed seed: each kind of attention
+Four tables. Steps of a real Trainer, drawn with a fixed seed: each kind of attention
 under each recompute policy and a mixture of them, in both precisions, the rest at
 random. A pipeline stage of DeepSeek-V3 in its full size, measured on fake tensors.
-Figures that others published. An error is positive where the prediction is above.
+Its layers in FP8 beside BF16 (`fp8_layers`). Figures that others published. An error
+is positive where the prediction is above.
 
 Run with `make bench`, or `python tests/benchmarks/bench_memory.py [steps] [stage]
-[published]` for some of the three. One thread for steps, and one for the stage.
+[fp8] [published]` for some of the four. One thread for steps, and one for the stage.
 """
 
 import random
@@ -20,6 +21,7 @@ from itertools import product
 from multiprocessing import get_context
 
 import torch
+from fp8_layers import fp8
 
 from labkit.config import (
     PRESETS,
@@ -277,7 +279,7 @@ def published() -> bool:
     return all(row.is_within for row in rows)
 
 
-NAMES = ("steps", "stage", "published")
+NAMES = ("steps", "stage", "fp8", "published")
 
 
 def main() -> None:
@@ -292,6 +294,8 @@ def main() -> None:
                 reached[name] = steps()
             elif name == "stage":
                 reached[name] = stage(measured)
+            elif name == "fp8":
+                reached[name] = fp8()
             else:
                 reached[name] = published()
     missed = ", ".join(name for name, is_reached in reached.items() if not is_reached)

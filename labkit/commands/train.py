@@ -10,7 +10,6 @@ import math
 import os
 import secrets
 import textwrap
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -18,25 +17,28 @@ from pathlib import Path
 import psutil
 import torch
 
+from labkit.commands.progress import line_printer, print_decisions
 from labkit.config import PRESETS, ModelConfig, TrainConfig
 from labkit.hardware import measure
 from labkit.hardware.units import from_memory
 from labkit.memory import RECOMPUTE_POLICIES
 from labkit.memory.out_of_memory import OutOfMemory
 from labkit.model import Transformer, generate
-from labkit.model.checkpoint_files import named
-from labkit.monitor import Monitor, StepMetrics
+from labkit.monitor import Monitor
 from labkit.precision import POLICIES
-from labkit.precision.scheduler import Decision, PrecisionScheduler
+from labkit.precision.scheduler import PrecisionScheduler
 from labkit.training import RECIPES, Corpus, Trainer, corpus, faster_precision
-from labkit.training.decisions import Entry, Rollback
 from labkit.training.ranks import Ranks, process_group
 from labkit.training.recipes import require_fit
 from labkit.training.run_folder import METRICS_NAME, require_new
+from labkit.training.snapshots import N_SNAPSHOTS
 from labkit.training.windows import Windows
 
 BYTES_PER_PARAMETER = 16
 """FP32 weights, gradients and two moments."""
+
+SNAPSHOT_BYTES = 12 * N_SNAPSHOTS
+"""The same for each parameter of what a precision scheduler may go back to."""
 
 MOST_THREADS = 1024
 """Far beyond it, starting the threads exhausts the process and ends it."""
@@ -106,7 +108,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     new.add_argument("--precision", choices=choices, help=text)
     text = "which layers --precision fp8 has in FP8 (default: deepseek-v3)"
     new.add_argument("--fp8-policy", metavar="NAME", choices=POLICIES, help=text)
-    text = "start with little in FP8, watch, grow bolder up to the policy, take back"
+    text = "let a scheduler decide what is in FP8 and when to go back: an idea of "
+    text += "articles, not DeepSeek's"
     new.add_argument(
         "--precision-scheduler", action="store_true", default=None, help=text
     )
@@ -183,7 +186,7 @@ def _train(options: argparse.Namespace, ranks: Ranks) -> None:
     trainer = _resumed(options) if options.resume else _new(options, ranks)
     if ranks.is_first:
         trainer.monitor = _monitor(options, trainer)
-        trainer.watch.log.listeners.append(_print_decisions)
+        trainer.watch.log.listeners.append(print_decisions)
     if options.recompute is not None:
         first, *others = options.recompute
         trainer.recompute(options.recompute if others else first)
@@ -259,7 +262,8 @@ def _new(options: argparse.Namespace, ranks: Ranks) -> Trainer:
     ranks.share(train.global_batch)
     require_fit(cfg, train)
     require_new(run_dir)
-    _require_memory(preset, cfg, ranks)
+    is_kept = bool(options.precision_scheduler)
+    _require_memory(preset, cfg, ranks, has_snapshots=is_kept)
     text = (
         corpus.standard_library(seq_len=train.seq_len)
         if options.corpus is None
@@ -308,13 +312,18 @@ def _recipe(options: argparse.Namespace, preset: str) -> TrainConfig:
     return replace(train, **changes)
 
 
-def _require_memory(preset: str, cfg: ModelConfig, ranks: Ranks) -> None:
+def _require_memory(
+    preset: str, cfg: ModelConfig, ranks: Ranks, *, has_snapshots: bool
+) -> None:
     """Raise ValueError if the weights and their optimizer cannot fit here."""
-    needed = BYTES_PER_PARAMETER * cfg.n_params(include_mtp=True) * ranks.world
+    parts, size = "weights, gradients and moments", BYTES_PER_PARAMETER
+    if has_snapshots:
+        parts, size = "weights, gradients, moments and snapshots", size + SNAPSHOT_BYTES
+    needed = size * cfg.n_params(include_mtp=True) * ranks.world
     present = psutil.virtual_memory().total
     if _device().type == "cpu" and needed > present:
         raise ValueError(
-            f"{preset} does not fit: weights, gradients and moments of "
+            f"{preset} does not fit: {parts} of "
             f"{ranks.world} rank(s) take {needed / 2**30:,.0f} GiB, and this machine "
             f"has {present / 2**30:,.0f} GiB. Choose a smaller preset, such as small."
         )
@@ -340,33 +349,9 @@ def _monitor(options: argparse.Namespace, trainer: Trainer) -> Monitor:
     return Monitor(
         trainer.run_dir / METRICS_NAME,
         tensorboard=options.tensorboard,
-        on_step=[_line_printer(options.log_every, trainer.train.n_steps)],
+        on_step=[line_printer(options.log_every, trainer.train.n_steps)],
         peak_flops=_peak_flops(trainer) if options.mfu else None,
     )
-
-
-def _line_printer(interval: int, n_steps: int) -> Callable[[StepMetrics], None]:
-    def show(metrics: StepMetrics) -> None:
-        is_edge = metrics.step in (1, n_steps)
-        if is_edge or metrics.step % interval == 0 or metrics.is_skipped:
-            print(metrics, flush=True)
-
-    return show
-
-
-def _print_decisions(entries: tuple[Entry, ...]) -> None:
-    """Print what a scheduler decided after a step: alike decisions are one line."""
-    alike: dict[str, list[str]] = {}
-    for entry in entries:
-        if isinstance(entry, Decision):
-            words = f"step {entry.step:>5}  {entry.before} to {entry.after} "
-            why = f"({entry.signal}: {entry.value:.3g})"
-            alike.setdefault(words + why, []).append(entry.module)
-    for words, modules in alike.items():
-        print(f"{words}, {len(modules)} layer(s): {named(modules, limit=3)}")
-    for entry in entries:
-        if isinstance(entry, Rollback):
-            print(entry)
 
 
 def _peak_flops(trainer: Trainer) -> float:

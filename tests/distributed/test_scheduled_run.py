@@ -1,6 +1,7 @@
 """Two processes with a precision scheduler, one of which meets a fault."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -50,8 +51,8 @@ def test_the_module_that_was_struck_is_taken_back_and_so_is_the_run(ranks, folde
     assert [record.attempt for record in records] == [0] * 4 + [1] * 6
 
 
-def test_a_resumed_run_goes_on_with_the_same_levels_on_both(ranks, folder):
-    again = run(folder, 1)
+def test_a_resumed_run_goes_on_with_the_same_levels_on_both(ranks, folder, tmp_path):
+    again = run(shutil.copytree(folder, tmp_path / "again"), 1)
     assert again[0] == again[1]
     levels = again[0]["scheduler"]["levels"]
     assert levels == ranks[0]["scheduler"]["levels"]

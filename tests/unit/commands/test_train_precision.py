@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from labkit.__main__ import main
-from labkit.commands import train as train_command
+from labkit.commands.progress import print_decisions
+from labkit.config import PRESETS
 from labkit.precision.scheduler import Decision
 from labkit.training import read_checkpoint
 from labkit.training.decisions import Rollback
@@ -37,7 +38,7 @@ def test_decisions_of_a_scheduler_are_lines_and_alike_ones_are_one(capsys):
         Decision(module=f"layers.{n}.attn.wo", after="high", **alike) for n in range(4)
     ]
     back = Rollback(step=7, since=6, back_to=0, cause="loss 9.25")
-    train_command._print_decisions((*changes, back))
+    print_decisions((*changes, back))
     assert capsys.readouterr().out.splitlines() == [
         "step     7  fp8 to high (loss: 9.25), 4 layer(s): layers.0.attn.wo, "
         "layers.1.attn.wo, layers.2.attn.wo and 1 more",
@@ -71,3 +72,13 @@ def test_a_policy_of_fp8_needs_fp8(train, tmp_path, capsys):
         "--precision auto. Give --precision fp8, or leave --fp8-policy out.\n"
     )
     assert not (tmp_path / "run").exists()
+
+
+def test_snapshots_count_among_what_must_fit(train, capsys):
+    options = ("--preset", "v3-671b", "--precision", "fp8", "--precision-scheduler")
+    assert train(*options) == 2
+    n_params = PRESETS["v3-671b"].n_params(include_mtp=True)
+    assert (
+        "weights, gradients, moments and snapshots of 1 rank(s) take "
+        f"{40 * n_params / 2**30:,.0f} GiB"
+    ) in capsys.readouterr().err

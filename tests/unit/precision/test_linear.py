@@ -177,6 +177,16 @@ def test_a_layer_sums_as_hopper_does_where_the_recipe_says_so(layer, drawn):
             "kept='e4m3' or another of these.",
         ),
         (
+            {"wgrad": "bf16"},
+            "wgrad must be one of 'fp8', 'high'; got 'bf16'. Set wgrad='fp8' or "
+            "another of these.",
+        ),
+        (
+            {"least": 0},
+            "least must be above 1e-30 and finite; got 0. Set least to a number above "
+            "1e-30.",
+        ),
+        (
             {"scale": "int8"},
             "scale must be one of 'po2', 'fp32'; got 'int8'. Set scale='po2' or "
             "another of these.",

@@ -5,6 +5,7 @@ from labkit.memory.budget import budget
 from labkit.memory.comparison import against_measured, published_rows
 from labkit.memory.cost import recompute_cost
 from labkit.memory.fakes import faked
+from labkit.memory.formats import converted_formats
 from labkit.memory.full_size import local_experts, measure_stage, predict_stage
 from labkit.memory.heap import first_fit_bytes
 from labkit.memory.leaks import LeakReport, LeakWatch
@@ -34,6 +35,7 @@ __all__ = [
     "against_measured",
     "apply_recompute",
     "budget",
+    "converted_formats",
     "faked",
     "first_fit_bytes",
     "fits",

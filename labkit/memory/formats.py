@@ -7,6 +7,7 @@ is told what they come to: by the names, or by a model that was converted.
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal
 
 from torch import nn
@@ -45,7 +46,7 @@ class Formats:
 
     def of(self, name: str) -> str | None:
         """Return the format of a layer; None: it is not in FP8."""
-        return next((kept for each, kept in self.pairs if each == name), None)
+        return _by_name(self).get(name)
 
     def within(self, module: str) -> "Formats":
         """Return those of a module in this one.
@@ -53,13 +54,7 @@ class Formats:
         >>> Formats(frozenset({("attn.wo", "e5m6"), ("head", "e4m3")})).within("attn")
         Formats(pairs=frozenset({('wo', 'e5m6')}), scale_bytes=1)
         """
-        prefix = f"{module}."
-        inner = (
-            (name.removeprefix(prefix), kept)
-            for name, kept in self.pairs
-            if name.startswith(prefix)
-        )
-        return replace(self, pairs=frozenset(inner))
+        return _inner(self).get(module) or replace(self, pairs=frozenset())
 
     def n_bytes(self, kept: str, n_rows: int, width: int) -> int:
         """Return what rows of a tensor take in a format, scales included.
@@ -75,6 +70,26 @@ class Formats:
         return values + n_rows * -(-width // TILE) * self.scale_bytes
 
 
+@lru_cache(maxsize=256)
+def _by_name(formats: Formats) -> Mapping[str, str]:
+    return dict(formats.pairs)
+
+
+@lru_cache(maxsize=256)
+def _inner(formats: Formats) -> Mapping[str, Formats]:
+    """Return those of every module, found once: a slider asks for all layers again."""
+    pairs: dict[str, set[tuple[str, str]]] = {}
+    for name, kept in formats.pairs:
+        words = name.split(".")
+        for n in range(1, len(words)):
+            inner = pairs.setdefault(".".join(words[:n]), set())
+            inner.add((".".join(words[n:]), kept))
+    return {
+        module: replace(formats, pairs=frozenset(inner))
+        for module, inner in pairs.items()
+    }
+
+
 def require_formats(
     cfg: ModelConfig, cached: Literal["compute", "fp8"] | Mapping[str, str]
 ) -> None:
@@ -82,7 +97,7 @@ def require_formats(
     if not isinstance(cached, Mapping):
         require_choice({"cached": cached}, ("compute", "fp8"))
         return
-    known = frozenset(_names(cfg))
+    known = _names(cfg)
     for name, kept in cached.items():
         require_choice({f"cached[{name!r}]": kept}, tuple(KEPT_BITS))
         if name not in known:
@@ -105,14 +120,9 @@ def formats_of(
     require_formats(cfg, cached)
     if cached == "compute":
         return Formats()
-    is_published = cached == "fp8"
-    by_name = dict(_published(cfg) if is_published else cached)
-    for index, block in enumerate(_blocks(cfg)):
-        if _is_sparse(cfg, index):
-            readers = (f"{block}.ffn.{reader}" for reader in READERS["ffn"])
-            by_name |= dict.fromkeys(by_name.keys() & readers, "bf16")
-    scale_bytes = FP32_SCALE if is_published else POWER_OF_TWO
-    return Formats(frozenset(by_name.items()), scale_bytes)
+    if cached == "fp8":
+        return _published(cfg)
+    return Formats(_beside_routers(cfg, cached))
 
 
 def converted_formats(model: nn.Module) -> dict[str, str]:
@@ -176,14 +186,29 @@ def _layers(weights: Iterable[Weight]) -> Iterator[str]:
             yield f"{owner}.swiglu"
 
 
-def _names(cfg: ModelConfig) -> Iterator[str]:
-    """Yield all that a policy may have in FP8."""
-    yield "head"
-    yield from (f"mtp.{index}.eh_proj" for index in range(cfg.n_mtp))
-    yield from _in_blocks(cfg)
+@lru_cache(maxsize=8)
+def _names(cfg: ModelConfig) -> frozenset[str]:
+    """Return all that a policy may have in FP8."""
+    projections = (f"mtp.{index}.eh_proj" for index in range(cfg.n_mtp))
+    return frozenset(["head", *projections, *_in_blocks(cfg)])
 
 
-def _published(cfg: ModelConfig) -> Iterator[tuple[str, str]]:
-    """Yield what DeepSeek-V3 keeps in which format (sections 3.3.1 and 3.3.3)."""
-    for name in _in_blocks(cfg):
-        yield name, "e5m6" if name.endswith(".wo") else "e4m3"
+@lru_cache(maxsize=8)
+def _published(cfg: ModelConfig) -> Formats:
+    """Return what DeepSeek-V3 keeps in which format (sections 3.3.1 and 3.3.3)."""
+    by_name = {
+        name: "e5m6" if name.endswith(".wo") else "e4m3" for name in _in_blocks(cfg)
+    }
+    return Formats(_beside_routers(cfg, by_name), FP32_SCALE)
+
+
+def _beside_routers(
+    cfg: ModelConfig, by_name: Mapping[str, str]
+) -> frozenset[tuple[str, str]]:
+    """Return names and formats, with BF16 of what a router keeps anyhow."""
+    changed = dict(by_name)
+    for index, block in enumerate(_blocks(cfg)):
+        if _is_sparse(cfg, index):
+            readers = (f"{block}.ffn.{reader}" for reader in READERS["ffn"])
+            changed |= dict.fromkeys(changed.keys() & readers, "bf16")
+    return frozenset(changed.items())

@@ -8,6 +8,7 @@ from labkit.precision.convert import Conversion, ConversionRow, convert
 from labkit.precision.errors import QuantizationReport, quantization_error
 from labkit.precision.faults import Fault, inject, reckless_plan
 from labkit.precision.formats import FORMATS, Format
+from labkit.precision.kept_formats import kept_formats
 from labkit.precision.levels import LEVELS, modules_in_fp8, set_levels
 from labkit.precision.limits import Limits
 from labkit.precision.linear import Fp8Linear, Fp8Recipe
@@ -57,6 +58,7 @@ __all__ = [
     "fp8_units",
     "fp22_mm",
     "inject",
+    "kept_formats",
     "modules_in_fp8",
     "operators",
     "plan",

@@ -7,7 +7,13 @@ import pytest
 import torch
 
 from labkit.config import PRESETS, GQAConfig, MLAConfig, ModelConfig, TrainConfig
-from labkit.memory import MemoryReport, apply_recompute, measure, predict
+from labkit.memory import (
+    AllocationCount,
+    MemoryReport,
+    apply_recompute,
+    measure,
+    predict,
+)
 from labkit.memory.formats import converted_formats, formats_of
 from labkit.memory.persistent import STATES, States, states_of
 from labkit.model import Transformer
@@ -147,3 +153,18 @@ def test_what_lasts_has_the_moments_of_the_recipe(moments):
     assert predict(TINY, train).by_part["moments"] == wide - narrower
     assert predict(TINY, train, states=STATES["trainer"]).by_part["moments"] == wide
     assert states_of(train).weights == "float32"
+
+
+def test_nothing_lives_with_a_kept_tensor_that_was_left_with_it():
+    model = Transformer(V3_SHAPED, dtype=torch.bfloat16)
+    convert(model, "article-1")  # shared experts in FP8, and routed ones not
+    layer = model.layers[1].ffn
+    x = torch.randn(1, SEQ, V3_SHAPED.dim).bfloat16().requires_grad_()
+    layer(x)  # for what kernels make once
+    with AllocationCount() as alive:
+        out = layer(x)
+    results = []
+    measured = measure(lambda: results.append(layer(x)), layer)
+
+    assert alive.live_bytes == measured.timeline[-1].total - measured.timeline[0].total
+    assert out[0].shape == x.shape

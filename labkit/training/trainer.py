@@ -353,7 +353,8 @@ class Trainer:
                     records.append(self.step())
                 bar.set_postfix(loss=f"{records[-1].loss_main:.3f}", refresh=False)
                 bar.update(self.n_steps_done - n_before)
-                records = [r for r in records if r.step <= self.n_steps_done]
+                while records and records[-1].step > self.n_steps_done:
+                    records.pop()
                 if save_every and self.n_steps_done % save_every == 0:
                     self.save()
             if self.run_dir is not None and self._n_steps_saved != self.n_steps_done:

@@ -79,10 +79,11 @@ def test_runs_of_one_seed_begin_alike_and_go_apart():
 
 
 def test_gaps_are_of_window_means_of_partners():
-    runs = [[9.0, 3.0, 1.0], [9.0, 2.0, 2.0]]
-    reference = [[1.0, 2.0, 2.0], [1.0, 4.0, 1.0]]
+    runs = [[9.0, 9.0, 3.0, 1.0], [9.0, 9.0, 2.0, 2.0]]
+    reference = [[9.0, 9.0, 2.0, 2.0], [6.0, 12.0, 4.0, 1.0]]
 
-    assert precision.end_gaps(runs, reference, window=2) == [0.0, -20.0]
+    found = precision.window_gaps(runs, reference, window=2)
+    assert found == [[0.0, 0.0], [0.0, -20.0]]
 
 
 def changed(step, module, before, after, signal="healthy"):

@@ -182,14 +182,14 @@ def test_gradients_of_bf16_are_to_the_bit_those_through_fp32_copies(weights):
     x = torch.randn(40, DIM).bfloat16().requires_grad_()
     leaves = x, router.weight
     copies = torch.nn.functional.linear(x.float(), router.weight.float())
-    for wanted, given in zip(router.route(copies), router(x), strict=True):
-        assert torch.equal(given, wanted)
+    for wanted, found in zip(router.route(copies), router(x), strict=True):
+        assert torch.equal(found, wanted)
         if not wanted.requires_grad:
             continue
         grad = torch.randn(wanted.shape)
         exact = torch.autograd.grad(wanted, leaves, grad, retain_graph=True)
-        found = torch.autograd.grad(given, leaves, grad, retain_graph=True)
-        assert all(map(torch.equal, found, exact))
+        gradients = torch.autograd.grad(found, leaves, grad, retain_graph=True)
+        assert all(map(torch.equal, gradients, exact))
 
 
 def test_of_bf16_the_input_and_the_weight_are_kept_and_no_copies_of_them():

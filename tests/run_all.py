@@ -78,10 +78,10 @@ def steps() -> list[Step]:
         Step(
             name="distributed",
             commands=((*shaped, "tests/distributed"),),
-            minutes=2,
+            minutes=2.5,
         ),
-        Step(name="notebooks", commands=(strict,), minutes=8.5),
-        Step(name="browser", commands=((*PYTEST, "tests/browser"),), minutes=9),
+        Step(name="notebooks", commands=(strict,), minutes=9),
+        Step(name="browser", commands=((*PYTEST, "tests/browser"),), minutes=11),
     ]
 
 

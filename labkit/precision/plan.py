@@ -106,7 +106,7 @@ class PrecisionPlan:
             layers = depths.setdefault(group, [])
             if row.operator.depth is not None:
                 layers.append(row.operator.depth)
-        return tuple(g._replace(layers=_ranges(of)) for g, of in depths.items())
+        return tuple(g._replace(layers=ranges(of)) for g, of in depths.items())
 
     @property
     def flop_shares(self) -> dict[str, float]:
@@ -186,10 +186,10 @@ class PrecisionPlan:
         )
 
 
-def _ranges(numbers: Iterable[int]) -> str:
+def ranges(numbers: Iterable[int]) -> str:
     """Return ascending numbers with runs of them shortened.
 
-    >>> _ranges([0, 1, 2, 4, 7, 8])
+    >>> ranges([0, 1, 2, 4, 7, 8])
     '0-2, 4, 7-8'
     """
     runs: list[list[int]] = []

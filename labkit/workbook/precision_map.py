@@ -21,8 +21,7 @@ from labkit.precision import (
     plan,
 )
 from labkit.precision.operators import Matrices
-from labkit.precision.plan import PlanRow, stored_bytes
-from labkit.workbook.spelling import ranges
+from labkit.precision.plan import PlanRow, ranges, stored_bytes
 
 MODELS: Mapping[str, str] = MappingProxyType(
     {

@@ -1,7 +1,5 @@
 """How numbers are written for readers: no exponent where none is needed."""
 
-from collections.abc import Iterable
-
 
 def spell(value: float, *, digits: int = 3) -> str:
     """Return a number with thousands separated; fractions to `digits` significant.
@@ -25,18 +23,3 @@ def spell_ratio(ratio: float) -> str:
     if ratio >= 10:
         return f"{ratio:,.0f} times"
     return f"{ratio:.1f} times" if ratio >= 1 else f"{ratio:.2g} times"
-
-
-def ranges(numbers: Iterable[int]) -> str:
-    """Return ascending numbers with runs of them shortened.
-
-    >>> ranges([0, 1, 2, 4, 7, 8])
-    '0-2, 4, 7-8'
-    """
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs)

@@ -21,10 +21,10 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
+from labkit.precision.plan import ranges
 from labkit.workbook.figures.charts import Points
 from labkit.workbook.figures.precision import panels
 from labkit.workbook.figures.style import COLOURS, SERIES
-from labkit.workbook.spelling import ranges
 
 LEVELS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {

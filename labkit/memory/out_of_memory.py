@@ -312,7 +312,7 @@ class _Guard(NamedTuple):
             "device": "gpu" if device.type == "cuda" else "cpu",
             "recompute": recompute_policies(self.model),
             "states": BF16 if is_bf16 else states_of(self.train),
-            "cached": converted_formats(self.model) or "compute",
+            "cached": self._cached(),
             **self.as_predict,
         }
         predicted = predict(**arguments)
@@ -334,6 +334,11 @@ class _Guard(NamedTuple):
             remedies=found,
             is_undone=stop.is_undone,
         )
+
+    def _cached(self) -> Mapping[str, str] | str:
+        """Return what layers in FP8 keep; a run in FP8 may have none now."""
+        formats = converted_formats(self.model)
+        return formats if formats or self.train.precision == "fp8" else "compute"
 
 
 def _headline(stop: _Stop) -> str:

@@ -9,6 +9,7 @@ import torch
 from labkit.memory import apply_recompute, measure
 from labkit.memory.out_of_memory import OutOfMemory
 from labkit.monitor import read_jsonl
+from labkit.precision.scheduler import PrecisionScheduler
 from labkit.training import Trainer, read_checkpoint
 from labkit.training.checkpoint import gather_tensors
 
@@ -57,6 +58,16 @@ def test_a_step_that_passes_the_limit_leaves_the_run_as_it_was(make_trainer, lim
     assert trainer.cursor.state_dict() == cursor
     assert (trainer.n_steps_done, trainer.n_tokens_seen) == (1, 4 * 16)
     assert all(p.grad is None for p in trainer.model.parameters())
+
+
+def test_a_run_whose_scheduler_has_nothing_in_fp8_is_answered_too(
+    make_model, train_config, corpus
+):
+    train, model = replace(train_config, precision="fp8"), make_model()
+    scheduler = PrecisionScheduler(model.cfg, start="bf16")
+    trainer = Trainer(model, train, corpus, scheduler=scheduler, memory_limit=10**4)
+    with pytest.raises(OutOfMemory, match="passed the limit of 9.77 KiB"):
+        trainer.step()
 
 
 def test_with_more_memory_it_goes_on_as_if_nothing_had_been(make_trainer, limit):

@@ -10,12 +10,12 @@ from collections.abc import Callable
 import torch
 
 from labkit.config import TrainConfig
-from labkit.config.checks import require_choice
+from labkit.config.checks import require_choice, require_instance
 from labkit.model import Transformer
 from labkit.model.experts import Experts
 from labkit.model.linear import Linear
 from labkit.precision import POLICIES, choose_backend, convert
-from labkit.precision.levels import set_levels
+from labkit.precision.levels import modules_in_fp8, set_levels
 from labkit.precision.linear import InFp8
 from labkit.precision.scheduler import PrecisionScheduler
 
@@ -39,7 +39,9 @@ class Fp8:
         require_choice({"fp8_policy": train.fp8_policy}, tuple(POLICIES))
         _require_high(model)
         if scheduler is not None:
+            require_instance({"scheduler": scheduler}, PrecisionScheduler)
             _require_aim(scheduler, train)
+            _require_modules(scheduler, model)
         self.model, self.train, self.scheduler = model, train, scheduler
         self.apply()
 
@@ -119,6 +121,18 @@ def _require_aim(scheduler: PrecisionScheduler, train: TrainConfig) -> None:
             "the scheduler's aim must be the recipe's fp8_policy, which checkpoints "
             f"record; got {theirs!r} and {ours!r}. Give the scheduler aim={ours!r}, or "
             f"set fp8_policy={theirs!r}."
+        )
+
+
+def _require_modules(scheduler: PrecisionScheduler, model: Transformer) -> None:
+    theirs = tuple(scheduler.levels)
+    ours = modules_in_fp8(model.cfg, scheduler.aim, scheduler.hardware)
+    if theirs != ours:
+        others = sorted(set(theirs) ^ set(ours)) or theirs
+        raise ValueError(
+            "a precision scheduler must be made for the model that it watches; got one "
+            f"that differs in {', '.join(map(repr, others[:3]))}. Make it anew: "
+            f"PrecisionScheduler(model.cfg, aim={scheduler.aim.name!r})."
         )
 
 

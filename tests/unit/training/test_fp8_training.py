@@ -150,3 +150,18 @@ def test_what_is_in_fp8_and_what_multiplies_is_told(make_model, in_fp8, corpus):
     assert str(Trainer(make_model(), in_fp8, corpus, scheduler=scheduler).fp8) == (
         "none of 25 layers in FP8 as a scheduler decides, up to deepseek-v3"
     )
+
+
+def test_a_scheduler_is_one_made_for_the_model(make_model, in_fp8, corpus):
+    model = make_model()
+    shorter = PrecisionScheduler(replace(model.cfg, n_layers=1))
+    assert message(Trainer, model, in_fp8, corpus, scheduler=shorter) == (
+        "a precision scheduler must be made for the model that it watches; got one "
+        "that differs in 'layers.1.attn.wkv_a', 'layers.1.attn.wkv_b', "
+        "'layers.1.attn.wo'. Make it anew: PrecisionScheduler(model.cfg, "
+        "aim='deepseek-v3')."
+    )
+    assert message(Trainer, model, in_fp8, corpus, scheduler="adaptive") == (
+        "scheduler must be of type PrecisionScheduler; got 'adaptive'. Build it first: "
+        "scheduler=PrecisionScheduler(...)."
+    )

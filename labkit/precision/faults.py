@@ -19,6 +19,8 @@ from labkit.config.checks import (
     require_name,
     require_whole,
 )
+from labkit.model.experts import Experts
+from labkit.model.linear import Linear
 from labkit.model.mlp import MLP
 from labkit.precision.linear import Fp8Recipe, InFp8
 
@@ -99,7 +101,7 @@ class Injection:
 
     def __init__(self, model: nn.Module, fault: Fault) -> None:
         self.fault = fault
-        self.module = _module_of(model, fault.module)
+        self.module = _module_of(model, fault)
         self.n_passes = 0
         """Forward passes of training that the module has made."""
         self.n_befallen = 0
@@ -120,8 +122,9 @@ class Injection:
             return None
         # A pass that runs again for its backward is still the same one.
         if torch._C._current_graph_task_id() == -1:
+            is_of_fp8 = self.fault.only_in_fp8 or self.fault.kind == "floor"
             self._is_befallen = self.fault.befalls(self.n_passes) and (
-                isinstance(module, InFp8) or not self.fault.only_in_fp8
+                isinstance(module, InFp8) or not is_of_fp8
             )
             self.n_passes += 1
             self.n_befallen += self._is_befallen
@@ -150,13 +153,15 @@ def inject(model: nn.Module, *faults: Fault) -> Iterator[tuple[Injection, ...]]:
     ([True, False, True], 1)
 
     Raises:
-        ValueError: the model has no such module, or none that is called by itself.
+        ValueError: the model has no such module, or none that is called by itself with
+            numbers, or for "floor" none that multiplies. No fault is in the model then.
     """
     with ExitStack() as stack:
-        injections = tuple(Injection(model, fault) for fault in faults)
-        for injection in injections:
-            stack.callback(injection.remove)
-        yield injections
+        injections = []
+        for fault in faults:
+            injections.append(Injection(model, fault))
+            stack.callback(injections[-1].remove)
+        yield tuple(injections)
 
 
 def reckless_plan(
@@ -184,10 +189,23 @@ def _is_inner(modules: Mapping[str, nn.Module], name: str) -> bool:
     return part == "w2" and isinstance(modules.get(owner), MLP)
 
 
-def _module_of(model: nn.Module, name: str) -> nn.Module:
-    modules = dict(model.named_modules())
-    if name in modules and not _is_inner(modules, name):
-        return modules[name]
+def _module_of(model: nn.Module, fault: Fault) -> nn.Module:
+    modules, name = dict(model.named_modules()), fault.module
+    module = modules.get(name)
+    if fault.kind == "floor" and not isinstance(module, Linear | Experts | None):
+        raise ValueError(
+            "module must be a linear layer or routed experts for kind='floor', which "
+            f"is of their products; got {name!r}, a {type(module).__name__}. Name a "
+            "layer in it."
+        )
+    is_called = not isinstance(module, nn.ModuleList | nn.ModuleDict | None)
+    if isinstance(module, nn.Embedding):
+        raise ValueError(
+            "module must read numbers, of which a fault changes some; got "
+            f"{name!r}, which reads tokens. Name the module after it."
+        )
+    if is_called and not _is_inner(modules, name):
+        return module
     raise ValueError(
         "module must be one of the model that is called with its input, which the w2 "
         f"of an MLP in FP8 is not; got {name!r}. Name another, such as its MLP."

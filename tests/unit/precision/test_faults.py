@@ -1,6 +1,7 @@
 """Faults: what they change, in which passes, and that nothing of them stays."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -94,11 +95,12 @@ def test_a_floor_takes_gradients_that_are_small_and_leaves_the_forward(drawn):
 
 def test_a_floor_goes_with_its_context_and_does_nothing_out_of_fp8(drawn):
     model, x = layer(drawn), drawn(32, 128)
-    with inject(model, fault("floor")):
+    with inject(model, fault("floor")) as (at_work,):
         model(x)
         to_fp8(model[0])
         model(x)
         assert model[0].recipe.least == FLOOR
+    assert (at_work.n_passes, at_work.n_befallen) == (2, 1)
     assert model[0].recipe == Fp8Recipe()
 
 
@@ -110,9 +112,9 @@ def test_a_reckless_plan_is_a_floor_for_all_that_can_have_one():
     assert {(f.kind, f.first, f.last) for f in faults} == {("floor", 5, None)}
 
 
-@pytest.mark.parametrize("name", ["layers.9", "mlp.w2"])
+@pytest.mark.parametrize("name", ["layers.9", "mlp.w2", "layers"])
 def test_a_module_that_is_not_called_is_refused(name):
-    model = nn.ModuleDict({"mlp": MLP(8, 8)})
+    model = nn.ModuleDict({"mlp": MLP(8, 8), "layers": nn.ModuleList()})
     message = (
         "module must be one of the model that is called with its input, which the w2 "
         f"of an MLP in FP8 is not; got '{name}'. Name another, such as its MLP."
@@ -122,6 +124,43 @@ def test_a_module_that_is_not_called_is_refused(name):
         inject(model, Fault(kind="inf", module=name, first=0, last=None)),
     ):
         pass
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "message"),
+    [
+        (
+            "floor",
+            "mlp",
+            "module must be a linear layer or routed experts for kind='floor', which "
+            "is of their products; got 'mlp', a Fp8MLP. Name a layer in it.",
+        ),
+        (
+            "inf",
+            "embed",
+            "module must read numbers, of which a fault changes some; got 'embed', "
+            "which reads tokens. Name the module after it.",
+        ),
+    ],
+)
+def test_a_module_that_a_fault_cannot_befall_is_refused(kind, name, message):
+    model = nn.ModuleDict({"mlp": MLP(8, 8), "embed": nn.Embedding(8, 8)})
+    to_fp8(model["mlp"])
+    with (
+        pytest.raises(ValueError, match=f"^{re.escape(message)}$"),
+        inject(model, Fault(kind=kind, module=name, first=0, last=None)),
+    ):
+        pass
+
+
+def test_of_faults_of_which_one_is_refused_none_stays(drawn):
+    model = layer(drawn)
+    with (
+        pytest.raises(ValueError, match="module must be"),
+        inject(model, fault(), replace(fault(), module="1")),
+    ):
+        pass
+    assert not model[0]._forward_pre_hooks
 
 
 @pytest.mark.parametrize(

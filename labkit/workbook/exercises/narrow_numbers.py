@@ -27,7 +27,7 @@ SQUARES = QuantSpec(tile=(128, 128))
 
 def scale_of(largest: float) -> float:
     """Return the smallest power of two that brings a tile's largest value to 448."""
-    return 2.0 ** math.ceil(math.log2(largest / LARGEST))
+    return 2.0 ** math.ceil(math.log2(largest / 448))
 
 
 Quantizer = Callable[[Tensor], tuple[Tensor, Tensor]]

@@ -48,14 +48,8 @@ class CellGrid(GridBox, ValueWidget):
         self._blank = Label("", layout=Layout(margin="0"))
         looks = {name: (look.colour, look.ink) for name, look in LOOKS.items()}
         self._styles = {
-            (name, weight): ButtonStyle(
-                button_color=colour,
-                text_color=ink,
-                font_weight=weight,
-                font_size="11px",
-            )
+            name: ButtonStyle(button_color=colour, text_color=ink, font_size="11px")
             for name, (colour, ink) in looks.items()
-            for weight in ("normal", "bold")
         }
         size = {"width": CELL, "height": "32px", "margin": "0", "padding": "0"}
         self._layouts = {
@@ -98,10 +92,10 @@ class CellGrid(GridBox, ValueWidget):
         """Give a button the words, the colours and the frame of its cell."""
         plan = self._plan
         words, look = plan.words(cell)
-        is_edited = cell in dict(plan.edits)
-        button.description = f"• {words}" if is_edited else words
+        # A dot and no bold type: the longest words just fit.
+        button.description = f"• {words}" if cell in dict(plan.edits) else words
         button.tooltip = f"{cell.row}, {cell.column}: {plan.reason(cell)}"
-        button.style = self._styles[look, "bold" if is_edited else "normal"]
+        button.style = self._styles[look]
         button.layout = self._layouts[cell == plan.selected]
 
     def press(self, cell: Cell) -> None:

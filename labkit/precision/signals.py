@@ -98,8 +98,9 @@ class SignalProbe:
                 "model must have one probe at most; another still watches it. Close "
                 "that first."
             )
+        self._observers = {name: partial(self._observe, name) for name in self._modules}
         for name, module in self._modules.items():
-            module.observer = partial(self._observe, name)
+            module.observer = self._observers[name]
 
     def read(self) -> dict[str, dict[str, GemmSignal]]:
         """Return the signals since the last call, by module and product."""
@@ -117,9 +118,10 @@ class SignalProbe:
         }
 
     def close(self) -> None:
-        """Leave the model as it was before."""
-        for module in self._modules.values():
-            vars(module).pop("observer", None)
+        """Leave the model as it was before; a probe that came since stays."""
+        for name, module in self._modules.items():
+            if vars(module).get("observer") is self._observers[name]:
+                del module.observer
 
     def __enter__(self) -> "SignalProbe":
         return self

@@ -191,6 +191,17 @@ def test_a_closed_probe_leaves_nothing_and_a_second_one_is_refused():
     assert set(vars(layer[0])) == before
 
 
+def test_a_probe_that_is_closed_again_leaves_the_next_one_at_work(drawn):
+    layer = fp8_layer(drawn)
+    first = SignalProbe(layer)
+    first.close()
+    with SignalProbe(layer) as second:
+        first.close()
+        run(layer, drawn(64, 256))
+        assert list(second.read()) == ["0"]
+    assert not layer[0].observer
+
+
 def test_layers_that_run_again_show_the_same_losses():
     def signals(policy: str) -> dict[str, GemmSignal]:
         model = Transformer(SMALLEST, generator=torch.Generator().manual_seed(0))

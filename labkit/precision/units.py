@@ -9,7 +9,8 @@ card to keep fewer bytes (`storage`).
 from dataclasses import dataclass
 from typing import Literal
 
-from labkit.hardware import accelerator
+from labkit.config.checks import require_choice
+from labkit.hardware import ACCELERATORS, accelerator
 from labkit.precision.quantize import QuantSpec
 
 Backend = Literal["hopper", "mxfp8", "rowwise", "emulate", "storage"]
@@ -62,7 +63,8 @@ def fp8_units(device: str, *, scale: str = "po2") -> Fp8Units:
     Raises:
         ValueError: no device has this name.
     """
-    name = device.lower()
+    name = device.lower() if isinstance(device, str) else device
+    require_choice({"hardware": name}, ("cpu", *ACCELERATORS))
     high, backend, reason = _backend(name)
     if backend in ("mxfp8", "emulate"):
         scale = "po2"

@@ -64,5 +64,5 @@ def test_hopper_takes_either_scale_in_the_published_tiles(scale):
 
 
 def test_an_unknown_device_is_answered_with_the_known_ones():
-    with pytest.raises(ValueError, match="^accelerator must be one of v100, a100-40g"):
+    with pytest.raises(ValueError, match="^hardware must be one of 'cpu', 'v100', 'a1"):
         fp8_units("h900")

@@ -161,7 +161,11 @@ def test_a_scheduler_is_one_made_for_the_model(make_model, in_fp8, corpus):
         "'layers.1.attn.wo'. Make it anew: PrecisionScheduler(model.cfg, "
         "aim='deepseek-v3')."
     )
-    assert message(Trainer, model, in_fp8, corpus, scheduler="adaptive") == (
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_scheduler_is_a_precision_scheduler(make_model, in_fp8, corpus):
+    assert message(Trainer, make_model(), in_fp8, corpus, scheduler="adaptive") == (
         "scheduler must be of type PrecisionScheduler; got 'adaptive'. Build it first: "
         "scheduler=PrecisionScheduler(...)."
     )

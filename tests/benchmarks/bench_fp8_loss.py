@@ -1,13 +1,13 @@
 """What FP8 costs in loss: "small" trained in FP8, BF16 and FP32 from equal starts.
 
 Runs of one seed have the same weights at the start and the same text in the same
-order; only the products differ. Compared are means of the training loss over windows
-of steps, and of the last window the validation loss too. Products in FP8 are emulated
+order; only the products differ. Compared are means of the training loss over the last
+steps; the validation loss is written beside them. Products in FP8 are emulated
 on a CPU: exact products of FP8 operands, summed as BF16 products are. Two seeds train
 at a time, on a thread each.
 
 Run with `make bench`, or `python tests/benchmarks/bench_fp8_loss.py [SEED ...]`; with
-`--write` the windows go to `data/fp8_loss.csv`, which notebook 05 reads.
+`--write` they go to `data/fp8_loss.csv`, which notebook 05 reads.
 """
 
 import argparse
@@ -16,7 +16,6 @@ import multiprocessing
 import platform
 import statistics
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from datetime import date
@@ -42,28 +41,26 @@ TABLE = "fp8_loss.csv"
 
 
 class Row(NamedTuple):
-    """A window of steps of one run; columns of the table."""
+    """How a run ended; columns of the table."""
 
     seed: int
     precision: str
     last_step: int
     train_nats: float
-    valid_nats: float | None
-    """After the last window alone."""
+    """Mean of the last window."""
+
+    valid_nats: float
 
 
-def windows(text: Corpus, seed: int, precision: str) -> Iterator[Row]:
-    """Train and yield the means of windows."""
+def trained(text: Corpus, seed: int, precision: str) -> Row:
+    """Train, and say how it ended."""
     generator = torch.Generator().manual_seed(seed)
     model = Transformer(PRESETS["small"], generator=generator)
     train = replace(SMALL, seed=seed, precision=precision)
     trainer = Trainer(model, train, text)
-    for last in range(WINDOW, train.n_steps + 1, WINDOW):
-        steps = trainer.run(WINDOW, progress=False)
-        loss = statistics.fmean(step.loss_main for step in steps)
-        is_end = last == train.n_steps
-        valid = trainer.evaluate(32).nats if is_end else None
-        yield Row(seed, precision, last, loss, valid)
+    steps = trainer.run(progress=False)
+    loss = statistics.fmean(step.loss_main for step in steps[-WINDOW:])
+    return Row(seed, precision, train.n_steps, loss, trainer.evaluate(32).nats)
 
 
 def runs(seed: int) -> list[Row]:
@@ -72,18 +69,14 @@ def runs(seed: int) -> list[Row]:
     text = corpus.standard_library(seq_len=SMALL.seq_len)
     rows = []
     for precision in PRECISIONS:
-        rows += windows(text, seed, precision)
+        rows.append(trained(text, seed, precision))
         print(rows[-1], flush=True)
     return rows
 
 
 def gaps(rows: list[Row], low: str, high: str) -> list[float]:
     """Return by how much the last window of each seed is worse, of the better one."""
-    last = {
-        (row.seed, row.precision): row.train_nats
-        for row in rows
-        if row.last_step == SMALL.n_steps
-    }
+    last = {(row.seed, row.precision): row.train_nats for row in rows}
     seeds = dict.fromkeys(row.seed for row in rows)
     return [last[seed, low] / last[seed, high] - 1 for seed in seeds]
 
@@ -100,14 +93,9 @@ def write(rows: list[Row]) -> None:
         table = csv.DictWriter(lines, [*Row._fields, *origin], lineterminator="\n")
         table.writeheader()
         for row in rows:
-            rounded = {
-                k: f"{v:.5f}" for k, v in row._asdict().items() if _is_nats(k, v)
-            }
+            nats = {"train_nats": row.train_nats, "valid_nats": row.valid_nats}
+            rounded = {name: f"{value:.5f}" for name, value in nats.items()}
             table.writerow(row._asdict() | rounded | origin)
-
-
-def _is_nats(name: str, value: object) -> bool:
-    return name.endswith("nats") and value is not None
 
 
 def main() -> None:

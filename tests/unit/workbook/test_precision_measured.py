@@ -105,9 +105,3 @@ def test_modules_that_change_together_share_a_row_and_rollbacks_say_why():
         (5, "layers.1.attn.wo", "fp8 → high", "fprop underflow"),
         (5, "all", "rolled back to step 0", "the loss is not finite"),
     ]
-
-
-def test_means_of_windows_become_steps():
-    (steps,) = precision.by_step([[2.0, 1.0]])
-
-    assert steps == [2.0] * precision.WINDOW + [1.0] * precision.WINDOW

@@ -92,7 +92,7 @@ def remedies(  # noqa: PLR0913, each decides alone
     ...     if remedy.fits and "recompute" not in remedy.arguments:
     ...         print(f"{remedy.peak / 2**20:.0f} MiB with {remedy.change}")
     55 MiB with micro_batch=2
-    64 MiB with precision='bf16'
+    62 MiB with precision='bf16'
     67 MiB with seq_len=192
     """
     require_whole({"capacity": capacity})

@@ -27,7 +27,11 @@ from labkit.memory.stages import SCHEDULES, given_split
 from labkit.memory.step_report import StepReport
 from labkit.memory.tape import Pass
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
+COMPUTE_DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp8": torch.bfloat16,
+}
 """What products that are not in FP8 compute in, by `TrainConfig.precision`."""
 
 
@@ -189,7 +193,7 @@ def rank_pass(
         batch=min(train.micro_batch, -(-train.global_batch // layout.dp)),
         seq_len=train.seq_len // layout.cp,
         weights=torch.float32 if is_exact else torch.bfloat16,
-        compute=DTYPES[train.precision] if is_exact else torch.bfloat16,
+        compute=COMPUTE_DTYPES[train.precision] if is_exact else torch.bfloat16,
         device=kernels_of(device),
         ep=layout.ep,
     )

@@ -104,9 +104,19 @@ def quantize_blocks(
 def _scales(largest: Float[Tensor, "bi"], kind: str) -> Float[Tensor, "bi"]:
     scales = largest.clamp_min(LEAST) / LARGEST
     if kind == "po2":
-        exponents = (scales.view(torch.int32) + 0x7FFFFF) >> 23  # rounded up
-        scales = (exponents << 23).view(torch.float32)
+        scales = up_to_power_of_two(scales)
     return scales.masked_fill(~largest.isfinite(), torch.nan)
+
+
+def up_to_power_of_two(values: Float[Tensor, "*t"]) -> Float[Tensor, "*t"]:
+    """Return the least powers of two that are not below positive FP32 numbers.
+
+    >>> up_to_power_of_two(torch.tensor([1.0, 1.0000001, 3.0])).tolist()
+    [1.0, 2.0, 4.0]
+    """
+    # With any bit of the mantissa, to the next exponent.
+    bits = values.view(torch.int32).add(0x7FFFFF).bitwise_and_(-0x800000)
+    return bits.view(torch.float32)
 
 
 def _rounds_to_half(quotient: Float[Tensor, "bi"]) -> Bool[Tensor, "bi"]:

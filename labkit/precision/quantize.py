@@ -20,6 +20,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from labkit.config.checks import require_above, require_choice
+from labkit.model.checkpoint_fp8 import up_to_power_of_two
 from labkit.model.checks import has_values
 from labkit.precision.formats import FORMATS, Format, decode, encode, encode_in_range
 
@@ -257,9 +258,7 @@ def tile_scales(largest: Float[Tensor, "*t"], spec: QuantSpec) -> Float[Tensor, 
     """
     scale = largest.clamp_min(spec.least).div_(spec.numbers.largest)
     if spec.scale == "po2":
-        # Rounded up: with any bit of the mantissa, to the next exponent.
-        bits = scale.view(torch.int32).add_(0x7FFFFF).bitwise_and_(-0x800000)
-        scale = bits.view(torch.float32)
+        scale = up_to_power_of_two(scale)
     return torch.where(largest < torch.inf, scale, torch.nan)
 
 

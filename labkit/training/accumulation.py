@@ -19,13 +19,6 @@ from labkit.training import schedules
 from labkit.training.stopwatch import Stopwatch
 from labkit.training.windows import Batch
 
-COMPUTE_DTYPES = {
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp8": torch.bfloat16,
-}
-"""What products that are not in FP8 compute in, by `TrainConfig.precision`."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossScale:

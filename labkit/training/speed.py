@@ -5,7 +5,8 @@ import time
 import torch
 from torch import nn
 
-from labkit.training.accumulation import COMPUTE_DTYPES, LossScale, accumulate
+from labkit.memory.predict import COMPUTE_DTYPES
+from labkit.training.accumulation import LossScale, accumulate
 from labkit.training.windows import Batch
 
 

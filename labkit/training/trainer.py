@@ -22,11 +22,11 @@ from labkit.config.checks import require_whole
 from labkit.hardware.usage import used_memory
 from labkit.memory import apply_recompute
 from labkit.memory.out_of_memory import ALONE, OutOfMemory, memory_guard
+from labkit.memory.predict import COMPUTE_DTYPES
 from labkit.model import Transformer
 from labkit.monitor import Monitor, StepMetrics
 from labkit.precision.scheduler import Decision, PrecisionScheduler
 from labkit.training.accumulation import (
-    COMPUTE_DTYPES,
     StepLoss,
     accumulate,
     busiest_by_mean,

@@ -101,15 +101,16 @@ def _python(version: tuple[int, int, int]) -> Finding:
 def _packages() -> Iterator[Finding]:
     """Compare what is installed with the exact versions that labkit asks for."""
     pins = dict(_pins())
-    missing = [name for name in pins if find_spec(name) is None]
+    installed = {name: _version(name) for name in pins}
+    missing = [name for name, version in installed.items() if version is None]
     if missing:
         text = f"{', '.join(missing)} not installed: {INSTALL}"
         yield Finding(subject="packages", state="FAIL", text=text)
     # The local part, as in 2.13.0+cpu, names the build and not the version.
     other = [
-        f"{name} {metadata.version(name)} instead of {wanted}"
-        for name, wanted in pins.items()
-        if name not in missing and metadata.version(name).partition("+")[0] != wanted
+        f"{name} {version} instead of {pins[name]}"
+        for name, version in installed.items()
+        if version is not None and version.partition("+")[0] != pins[name]
     ]
     if other:
         text = f"{', '.join(other)}: stored outputs may differ; {INSTALL}"
@@ -117,6 +118,14 @@ def _packages() -> Iterator[Finding]:
     if not missing and not other:
         text = f"torch {torch.__version__}; all {len(pins)} at the pinned versions"
         yield Finding(subject="packages", state="ok", text=text)
+
+
+def _version(name: str) -> str | None:
+    """Return the installed version of a distribution, whatever its modules' names."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _pins() -> Iterator[tuple[str, str]]:

@@ -62,6 +62,13 @@ def test_this_installation_has_the_pinned_versions(find):
     assert find("packages").state == "ok"
 
 
+def test_packages_go_by_the_names_that_pip_gives_them(find, monkeypatch):
+    monkeypatch.setattr(
+        doctor.metadata, "requires", lambda _: ['pytest-xdist==3.8.0; extra == "test"']
+    )
+    assert find("packages").state == "ok"
+
+
 def test_another_version_is_named(find, monkeypatch):
     version = doctor.metadata.version
     monkeypatch.setattr(
@@ -79,10 +86,14 @@ def test_another_version_is_named(find, monkeypatch):
 
 
 def test_a_missing_package_stops_the_book(find, monkeypatch):
-    find_spec = doctor.find_spec
-    monkeypatch.setattr(
-        doctor, "find_spec", lambda name: None if name == "nbval" else find_spec(name)
-    )
+    version = doctor.metadata.version
+
+    def without_nbval(name):
+        if name == "nbval":
+            raise doctor.metadata.PackageNotFoundError(name)
+        return version(name)
+
+    monkeypatch.setattr(doctor.metadata, "version", without_nbval)
     assert find("packages").state == "FAIL"
     assert find("packages").text == "nbval not installed: pip install -e '.[test]'"
 

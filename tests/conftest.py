@@ -7,6 +7,7 @@ first imported, which is after this file.
 import os
 import random
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,6 +43,8 @@ def pytest_configure(config: pytest.Config) -> None:
         "TORCHINDUCTOR_CACHE_DIR": BUILD / "inductor",
     }
     os.environ.update(OFFLINE | {name: str(path) for name, path in own_folders.items()})
+    # What a shell starts in the background ignores it, and so would all its children.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     _limit_threads()
     _fix_hypothesis()
 

@@ -68,19 +68,19 @@ def steps() -> list[Step]:
         Step(
             name="unit",
             commands=((*shaped, *BESIDE, "labkit", "tests/gates", "tests/unit"),),
-            minutes=14,
+            minutes=9.5,
         ),
         Step(
             name="compile",
             commands=((*PYTEST, "-m", "compile", "tests/unit"),),
-            minutes=2.5,
+            minutes=2,
         ),
         Step(
             name="distributed",
             commands=((*shaped, "tests/distributed"),),
-            minutes=2.5,
+            minutes=8,
         ),
-        Step(name="notebooks", commands=(strict,), minutes=9),
+        Step(name="notebooks", commands=(strict,), minutes=8.5),
         Step(name="browser", commands=((*PYTEST, "tests/browser"),), minutes=11),
     ]
 

@@ -33,6 +33,9 @@ SCALES = ("po2", "fp32")
 
 Tile = tuple[int, int] | Literal["row", "tensor"]
 
+WIDE = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes of what is quantized."""
+
 BLOCK = 1 << 18
 """Values that a CPU quantizes, or reads, at a time: with what is computed from them
 they stay in its cache."""
@@ -85,7 +88,7 @@ class QuantSpec:
         return (1, n_columns) if self.tile == "row" else self.tile
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class QTensor:
     """A matrix, or a stack of them, in narrow numbers with a scale per tile."""
 
@@ -164,8 +167,13 @@ def quantize(
     [[96.0, -7.0, 0.3125, 0.0]]
 
     Raises:
-        ValueError: no matrix, or one without values.
+        ValueError: no matrix, one without values, or values that FP32 does not hold.
     """
+    if x.dtype not in WIDE:
+        raise ValueError(
+            "x must be in FP32, BF16 or FP16, which FP32 holds exactly; got "
+            f"{str(x.dtype).removeprefix('torch.')}. Pass x.float()."
+        )
     if x.ndim < 2 or x.numel() == 0:
         raise ValueError(
             "x must be a matrix, or a stack of them, with one value at least; got "

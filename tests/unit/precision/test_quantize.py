@@ -291,3 +291,17 @@ def test_a_matrix_without_values_is_refused():
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         quantize(torch.ones(0, 3), QuantSpec())
+
+
+def test_values_that_would_be_rounded_twice_are_refused():
+    message = (
+        "x must be in FP32, BF16 or FP16, which FP32 holds exactly; got float64. "
+        "Pass x.float()."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        quantize(torch.ones(2, 3, dtype=torch.float64), QuantSpec())
+
+
+def test_two_quantized_tensors_are_equal_only_if_they_are_the_same():
+    first, second = (quantize(torch.ones(2, 3), QuantSpec()) for _ in range(2))
+    assert first == first and first != second

@@ -229,7 +229,7 @@ class Transformer(nn.Module):
             require_whole({"n_sequences": n_sequences})
         x, routings = self.hidden(tokens)
         normed = self.norm(x)
-        main = cross_entropy_sum(self.head(normed), targets) / n_tokens
+        main = self.token_loss_sum(normed, targets) / n_tokens
         deeper, mtp_routings = self.mtp_loss_sum(normed, targets)
         routings = routings + mtp_routings
         mtp = deeper * (self._mtp_weight(mtp_weight) / n_tokens)
@@ -241,6 +241,12 @@ class Transformer(nn.Module):
             balance=balance.detach(),
             load=self._load(routings),
         )
+
+    def token_loss_sum(
+        self, normed: Float[Tensor, "b s d"], targets: Int[Tensor, "b s"]
+    ) -> Float[Tensor, ""]:
+        """Return the summed cross-entropy of the head's words on normed states."""
+        return cross_entropy_sum(self.head(normed), targets)
 
     def mtp_loss_sum(
         self, normed: Float[Tensor, "b s d"], targets: Int[Tensor, "b s"]
@@ -254,28 +260,17 @@ class Transformer(nn.Module):
         Raises:
             ValueError: sequences are not longer than the modules are many.
         """
-        seq_len, n_modules = targets.shape[1], len(self.mtp)
-        if seq_len <= n_modules:
-            raise ValueError(
-                "sequences must be longer than the depth of multi-token prediction, "
-                f"{n_modules}, because its last module names a token that far ahead; "
-                f"got {seq_len} tokens. Use {n_modules + 1} or more, or set mtp=None "
-                "in the model's config."
-            )
+        require_depth(targets.shape[1], len(self.mtp))
         total, routings = normed.new_zeros((), dtype=torch.float32), []
         for depth, module in enumerate(self.mtp, start=1):
-            length = seq_len - depth
-            given = targets[:, depth - 1 : -1]
-            # An ignored token has no embedding, so its position predicts nothing.
-            wanted = targets[:, depth:].masked_fill(given == IGNORED, IGNORED)
+            given, wanted = deeper_targets(targets, depth)
+            length = given.shape[1]
             positions = torch.arange(length, device=targets.device)
             x, routing = module(
-                normed[:, :length],
-                self.embed(given.clamp(min=0)),
-                self.turns(positions),
+                normed[:, :length], self.embed(given), self.turns(positions)
             )
             normed = module.norm(x)
-            total = total + cross_entropy_sum(self.head(normed), wanted)
+            total = total + self.token_loss_sum(normed, wanted)
             if routing is not None:
                 routings.append(routing)
         return total, routings
@@ -331,9 +326,37 @@ class Transformer(nn.Module):
 
     def _load(self, routings: list[Routing]) -> Tensor:
         if not routings:
-            return self.embed.weight.new_zeros((0, 0), dtype=torch.int64)
+            device = self.embed.weight.device
+            return torch.zeros((0, 0), dtype=torch.int64, device=device)
         n = routings[0].affinity.shape[-1]
         return torch.stack([expert_load(r.experts, n) for r in routings])
+
+
+def require_depth(seq_len: int, n_modules: int) -> None:
+    """Raise ValueError unless each module of MTP has a token to predict."""
+    if seq_len <= n_modules:
+        raise ValueError(
+            "sequences must be longer than the depth of multi-token prediction, "
+            f"{n_modules}, because its last module names a token that far ahead; "
+            f"got {seq_len} tokens. Use {n_modules + 1} or more, or set mtp=None "
+            "in the model's config."
+        )
+
+
+def deeper_targets(
+    targets: Int[Tensor, "b s"], depth: int
+) -> tuple[Int[Tensor, "b t"], Int[Tensor, "b t"]]:
+    """Return what MTP module `depth` is given, and what it predicts.
+
+    An ignored token has no embedding, so its position predicts nothing.
+
+    >>> given, wanted = deeper_targets(torch.tensor([[5, IGNORED, 7, 8]]), 1)
+    >>> given.tolist(), wanted.tolist()
+    ([[5, 0, 7]], [[-100, -100, 8]])
+    """
+    given = targets[:, depth - 1 : -1]
+    wanted = targets[:, depth:].masked_fill(given == IGNORED, IGNORED)
+    return given.clamp(min=0), wanted
 
 
 def cross_entropy_sum(

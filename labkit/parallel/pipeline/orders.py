@@ -38,6 +38,9 @@ _IN_TORCH = {
     "dualpipev": "DualPipeV",
 }
 
+_WITH_ONE_STAGE = {"gpipe": "GPipe", "1f1b": "1F1B"}
+"""Those that PyTorch names otherwise where a rank has one stage."""
+
 
 def chunks_per_rank(schedule: str, vpp: int | None) -> int:
     """Return how many virtual stages lie on a rank; None takes what is usual.
@@ -96,8 +99,21 @@ def _orders(schedule: str, pp: int, n: int, vpp: int) -> tuple[Order, ...]:
         return _dualpipe(pp, n)
     if schedule == "1f1b" and vpp == 1:
         return tuple(_one_forward_one_backward(pp, n, rank) for rank in range(pp))
-    name = "GPipe" if (schedule, vpp) == ("gpipe", 1) else _IN_TORCH[schedule]
-    return _from_torch(name, pp, n, vpp)
+    return _from_torch(name_in_torch(schedule, vpp), pp, n, vpp)
+
+
+def name_in_torch(schedule: str, vpp: int) -> str:
+    """Return what PyTorch calls a schedule.
+
+    >>> name_in_torch("1f1b", 1), name_in_torch("1f1b", 2)
+    ('1F1B', 'Interleaved1F1B')
+
+    Raises:
+        ValueError: PyTorch has no such schedule.
+    """
+    require_choice({"schedule": schedule}, tuple(_IN_TORCH))
+    names = _IN_TORCH | _WITH_ONE_STAGE if vpp == 1 else _IN_TORCH
+    return names[schedule]
 
 
 def _one_forward_one_backward(pp: int, n: int, rank: int) -> Order:

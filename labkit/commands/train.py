@@ -25,10 +25,11 @@ from labkit.memory import RECOMPUTE_POLICIES
 from labkit.memory.out_of_memory import OutOfMemory
 from labkit.model import Transformer, generate
 from labkit.monitor import Monitor
+from labkit.parallel.group import process_group
 from labkit.precision import POLICIES
 from labkit.precision.scheduler import PrecisionScheduler
 from labkit.training import RECIPES, Corpus, Trainer, corpus, faster_precision
-from labkit.training.ranks import Ranks, process_group
+from labkit.training.ranks import Ranks
 from labkit.training.recipes import require_fit
 from labkit.training.run_folder import METRICS_NAME, require_new
 from labkit.training.snapshots import N_SNAPSHOTS
@@ -145,8 +146,8 @@ def run(options: argparse.Namespace) -> int:
     _check(options)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    with process_group() as ranks:
-        _train(options, ranks)
+    with process_group():
+        _train(options, Ranks.current())
     return 0
 
 

@@ -7,19 +7,13 @@ rank, and every function here returns at once. It is tested with gloo on CPUs; o
 and with NCCL it has not been run.
 """
 
-import gc
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from jaxtyping import Num
 from torch import Tensor, nn
-
-PATIENCE = timedelta(minutes=5)
-"""How long a rank waits for the others before it gives up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,27 +92,3 @@ class Ranks:
         sizes = [gradient.numel() for gradient in gradients]
         for gradient, total in zip(gradients, message.split(sizes), strict=True):
             gradient.copy_(total.view_as(gradient))
-
-
-@contextmanager
-def process_group() -> Iterator[Ranks]:
-    """Join the group that torchrun started, if it did, and leave it in order.
-
-    gloo's threads abort the interpreter at exit if they still hold tensors. So the
-    caller must have dropped its model when the context ends; then everyone collects
-    garbage and waits for the others before the group is destroyed.
-    """
-    if not (dist.is_available() and dist.is_torchelastic_launched()):
-        yield Ranks()
-        return
-    backend = "gloo"
-    if torch.cuda.is_available():
-        backend = "cpu:gloo,cuda:nccl"  # flags and counts travel from the CPU
-        torch.cuda.set_device(dist.get_node_local_rank())
-    dist.init_process_group(backend, timeout=PATIENCE)
-    try:
-        yield Ranks.current()
-        gc.collect()
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()

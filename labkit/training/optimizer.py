@@ -168,15 +168,10 @@ def build_optimizer(model: nn.Module, train: TrainConfig) -> torch.optim.AdamW:
         ValueError: moments in BF16 for parameters that are not in FP32.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {
-            "params": [p for p in parameters if p.ndim >= 2],
-            "weight_decay": train.weight_decay,
-        },
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
+    matrices = [p for p in parameters if p.ndim >= 2]
+    gains = [p for p in parameters if p.ndim < 2]
     options = {
-        "params": [group for group in groups if group["params"]],
+        "params": _groups(matrices, train.weight_decay) + _groups(gains, 0.0),
         "lr": train.lr,
         "betas": (train.beta1, train.beta2),
         "eps": train.eps,
@@ -190,6 +185,15 @@ def build_optimizer(model: nn.Module, train: TrainConfig) -> torch.optim.AdamW:
         optimizer = BF16AdamW(**options, seed=train.seed if is_stochastic else None)
     optimizer.register_step_pre_hook(_begin_moments)
     return optimizer
+
+
+def _groups(parameters: list[nn.Parameter], decay: float) -> list[dict[str, Any]]:
+    """Return groups of one decay: one kernel takes tensors of one mesh, or of none."""
+    by_mesh: dict[Any, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        mesh = getattr(parameter, "device_mesh", None)  # of a DTensor
+        by_mesh.setdefault(mesh, []).append(parameter)
+    return [{"params": each, "weight_decay": decay} for each in by_mesh.values()]
 
 
 def _require_fp32(parameters: list[nn.Parameter], moments: str) -> None:

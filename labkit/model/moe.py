@@ -132,11 +132,24 @@ class MoE(nn.Module):
         batch = x.shape[:-1]
         flat = x.flatten(0, -2)  # (n, d)
         weights, experts, affinity = self.gate(flat)
-        out = self.experts(flat, weights, experts)
-        if self.shared_experts is not None:
-            out = out + self.shared_experts(flat)
+        out = self.mixture(flat, weights, experts)
         routing = Routing(affinity.unflatten(0, batch), experts.unflatten(0, batch))
         return out.unflatten(0, batch), routing
+
+    def mixture(
+        self,
+        x: Float[Tensor, "n d"],
+        weights: Float[Tensor, "n k"],
+        experts: Int[Tensor, "n k"],
+    ) -> Float[Tensor, "n d"]:
+        """Return the sum of each token's routed and shared experts.
+
+        Another function may stand here, where other processes have some experts.
+        """
+        out = self.experts(x, weights, experts)
+        if self.shared_experts is not None:
+            out = out + self.shared_experts(x)
+        return out
 
 
 def expert_load(

@@ -10,6 +10,7 @@ It is tested with gloo on CPUs; on GPUs and with NCCL it has not been run.
 """
 
 import gc
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -96,6 +97,14 @@ def run(fn: Callable[..., Result], *args: object) -> Result:
             return fn(*args)
 
     return in_group()
+
+
+def node_of(rank: int) -> int:
+    """Return the node of a rank, as torchrun and `launch` number them.
+
+    Nodes have as many ranks each, and the first node the first of them.
+    """
+    return rank // int(os.environ.get("LOCAL_WORLD_SIZE", rank + 1))
 
 
 def at_step(step: int) -> None:

@@ -12,8 +12,8 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
@@ -22,7 +22,9 @@ import cloudpickle
 import torch.distributed as dist
 
 from labkit.config.checks import require_above, require_whole
+from labkit.parallel.communication.slow_link import Place, SlowLink
 from labkit.parallel.failures import Failure, RankFailed, first_of
+from labkit.parallel.interrupts import held_interrupts
 from labkit.parallel.packing import pack
 from labkit.parallel.process import RankProcess, Work
 
@@ -53,6 +55,7 @@ def launch(
     *args: object,
     timeout: float = 120.0,
     log_dir: str | Path | None = None,
+    link: SlowLink | None = None,
 ) -> list[Result]:
     """Return what `fn(*args)` returns in each of `n_procs` processes, by rank.
 
@@ -70,6 +73,8 @@ def launch(
         timeout: seconds until the last result, the start of the ranks included.
         log_dir: a folder for what ranks print, `rank0.log` and so on. Without it only
             the error of a failed rank shows some of it.
+        link: joins the ranks as nodes (`labkit.parallel.communication.slow_link`).
+            Collectives are then not checked, because the checks would take time on it.
 
     Raises:
         RankFailed: a rank raised, was killed, left, hung, or returned what cannot be
@@ -77,28 +82,16 @@ def launch(
         ValueError: an argument is wrong, or cannot be sent.
     """
     _check(fn, n_procs, timeout)
+    if link is not None:
+        link.check(n_procs)
     deadline = time.monotonic() + timeout
     with ExitStack() as stack:
-        file = stack.enter_context(tempfile.TemporaryFile())
-        pack(fn, args, file)
-        store = _store(timeout)
-        work = Work(
-            file=file,
-            world=n_procs,
-            patience=timeout + MARGIN_SECONDS,
-            host=LOCALHOST,
-            port=store.port,
-        )
-        ranks = []
-        for rank in range(n_procs):
-            process = RankProcess(
-                rank,
-                work,
-                log=_log(log_dir, rank),
-                prefix=(),
-                environment=_environment(rank, work),
-            )
-            ranks.append(stack.enter_context(closing(process)))
+        work = stack.enter_context(_work(fn, args, n_procs, timeout))
+        with held_interrupts():
+            ranks = [
+                stack.enter_context(closing(_start(rank, work, link, log_dir)))
+                for rank in range(n_procs)
+            ]
         try:
             _wait(ranks, deadline, timeout)
         finally:
@@ -122,41 +115,56 @@ def _check(fn: object, n_procs: int, timeout: float) -> None:
         )
 
 
-def _store(timeout: float) -> dist.Store:
-    """Return where ranks find each other, on a port that the system chose."""
-    return dist.TCPStore(
-        LOCALHOST,
-        0,
-        is_master=True,
-        timeout=timedelta(seconds=timeout),
-        wait_for_workers=False,
-    )
+@contextmanager
+def _work(fn: Callable, args: tuple, n_procs: int, timeout: float) -> Iterator[Work]:
+    """Pack the function, and open the store at which the ranks find each other."""
+    with tempfile.TemporaryFile() as file:
+        pack(fn, args, file)
+        patience = timeout + MARGIN_SECONDS
+        store = dist.TCPStore(
+            LOCALHOST,
+            0,  # a port that the system chooses
+            is_master=True,
+            timeout=timedelta(seconds=patience),
+            wait_for_workers=False,
+        )
+        yield Work(file=file, world=n_procs, patience=patience, port=store.port)
 
 
-def _log(log_dir: str | Path | None, rank: int) -> Path | None:
-    if log_dir is None:
-        return None
-    folder = Path(log_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder / f"rank{rank}.log"
+def _start(
+    rank: int, work: Work, link: SlowLink | None, log_dir: str | Path | None
+) -> RankProcess:
+    place = Place() if link is None else link.place(rank, work.world)
+    log = None
+    if log_dir is not None:
+        log = Path(log_dir) / f"rank{rank}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+    environment = _environment(rank, work, place)
+    return RankProcess(rank, work, place, log=log, environment=environment)
 
 
-def _environment(rank: int, work: Work) -> dict[str, str]:
+def _environment(rank: int, work: Work, place: Place) -> dict[str, str]:
     """Return the variables of a rank: those of torchrun, and where to import from."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}
     paths = [path or os.getcwd() for path in sys.path]
-    places = {"RANK": rank, "LOCAL_RANK": rank}
-    sizes = {"WORLD_SIZE": work.world, "LOCAL_WORLD_SIZE": work.world}
-    numbers = {name: str(number) for name, number in (places | sizes).items()}
+    n_local = work.world // place.n_nodes
+    numbers = {
+        "RANK": rank,
+        "WORLD_SIZE": work.world,
+        "LOCAL_RANK": rank % n_local,
+        "LOCAL_WORLD_SIZE": n_local,
+        "GROUP_RANK": rank // n_local,
+        "GROUP_WORLD_SIZE": place.n_nodes,
+        "MASTER_PORT": place.port or work.port,
+        "OMP_NUM_THREADS": 1,
+    }
     return (
-        {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
+        {"TORCH_DISTRIBUTED_DEBUG": "OFF" if place.is_timed else "DETAIL"}
         | kept
-        | numbers
+        | {name: str(number) for name, number in numbers.items()}
         | {
-            "MASTER_ADDR": work.host,
-            "MASTER_PORT": str(work.port),
-            "GLOO_SOCKET_IFNAME": LOOPBACK,
-            "OMP_NUM_THREADS": "1",
+            "MASTER_ADDR": place.host or LOCALHOST,
+            "GLOO_SOCKET_IFNAME": place.device or LOOPBACK,
             "PYTHONPATH": os.pathsep.join(paths),
         }
     )

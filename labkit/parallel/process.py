@@ -8,14 +8,15 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from labkit.parallel.communication.slow_link import Place
 from labkit.parallel.failures import Failure
 from labkit.parallel.group import STEP_LINE
+from labkit.parallel.interrupts import held_interrupts
 from labkit.parallel.outcome import Outcome, read_bytes, read_outcome, read_result
 
 LINES_SHOWN = 12
@@ -39,12 +40,13 @@ class Work:
     """The function and its arguments."""
 
     world: int
-    patience: float
-    host: str
-    port: int
+    """How many ranks there are."""
 
-    is_host: bool = False
-    """Whether rank 0 keeps the store at which the ranks meet, not the launcher."""
+    patience: float
+    """Seconds that one waits for others."""
+
+    port: int
+    """Where the launcher keeps the store at which they find each other."""
 
 
 class RankProcess:
@@ -53,18 +55,18 @@ class RankProcess:
     Args:
         rank: which.
         work: what all are told.
+        place: where it is started.
         log: the file for what it prints, or None to keep that without a name.
-        prefix: a command that starts the process in another place.
-        environment: variables that it gets.
+        environment: the variables that it gets.
     """
 
     def __init__(
         self,
         rank: int,
         work: Work,
+        place: Place,
         *,
         log: Path | None,
-        prefix: Sequence[str],
         environment: dict[str, str],
     ) -> None:
         self.rank, self.log = rank, log
@@ -81,13 +83,12 @@ class RankProcess:
             "n_bytes": os.fstat(work.file.fileno()).st_size,
             "outcome": self._outcome.fileno(),
             "patience": work.patience,
-            "host": work.host,
-            "port": work.port,
-            "is_host": work.is_host,
+            "host": place.host,
+            "port": place.port or work.port,
         }
         module = ("-P", "-u", "-m", "labkit.parallel.worker", json.dumps(order))
         self._process = subprocess.Popen(
-            (*prefix, sys.executable, *module),
+            (*place.prefix, sys.executable, *module),
             stdin=subprocess.PIPE,
             stdout=self._printed,
             stderr=self._printed,
@@ -124,11 +125,12 @@ class RankProcess:
 
     def close(self) -> None:
         """Wait until it is gone, and let go of its files."""
-        self.kill()
-        self._process.wait()
-        self._process.stdin.close()
-        self._outcome.close()
-        self._printed.close()
+        with held_interrupts():
+            self.kill()
+            self._process.wait()
+            self._process.stdin.close()
+            self._outcome.close()
+            self._printed.close()
 
     def failure(self) -> Failure:
         """Return how it failed, once it has ended."""

@@ -33,6 +33,9 @@ PR_SET_PDEATHSIG = 1
 """Of Linux: the signal that a process gets when its parent ends."""
 
 
+LOCALHOST = "127.0.0.1"
+
+
 def main(order: dict) -> NoReturn:
     """Work as one rank, and leave."""
     _end_with_parent(order["parent"])
@@ -73,12 +76,13 @@ def _refusal(value: object, error: Exception) -> str:
 
 
 def _join(order: dict) -> None:
+    """Join the group, at the store of the launcher or else of rank 0."""
     rank, world = order["rank"], order["world"]
     patience = timedelta(seconds=order["patience"])
     store = dist.TCPStore(
-        order["host"],
+        order["host"] or LOCALHOST,
         order["port"],
-        is_master=order["is_host"] and rank == 0,
+        is_master=order["host"] is not None and rank == 0,
         timeout=patience,
         wait_for_workers=False,
     )

@@ -49,8 +49,12 @@ class Pipeline:
     Attributes:
         modules: the stages on this rank, in the order of the model, with its names.
         stages: which these are.
+        meshes: which mesh each module's transforms take. Passes that run at the same
+            time must not share groups, so that overlapped stages with experts on other
+            ranks have two.
         copies: names of parameters here that another rank owns.
-        overlaps: whether DualPipeV runs its pairs at the same time.
+        overlaps: whether DualPipeV runs its pairs at the same time. With tensor
+            parallelism it does not, for both stages read one embedding then.
         dtype: of hidden states between stages; that of the weights at first.
         n_shares: ranks that share the positions of a hidden state between stages, as
             sequence parallelism has it.
@@ -85,7 +89,11 @@ class Pipeline:
         group = mesh.pp.get_group()
         self._tied = TiedEmbedding(self.modules, model.embed, group, reader=reader)
         self.copies = self._tied.copies
-        self.overlaps = schedule == "dualpipev"
+        self.overlaps = schedule == "dualpipev" and layout.tp == 1 < layout.pp
+        self.meshes = [mesh] * vpp
+        if self.overlaps and layout.ep > 1:
+            device = mesh.pp.device_type
+            self.meshes[1] = Mesh(layout, device=device, replicate=mesh.replicate)
         self.dtype = model.embed.weight.dtype
         self.n_shares = 1
         self._built: dict[tuple, engine.Schedule] = {}

@@ -25,7 +25,7 @@ On GPUs and with NCCL this has not been run.
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -43,6 +43,7 @@ from labkit.parallel.mesh import Mesh
 from labkit.parallel.replicas import replicate
 
 
+@runtime_checkable
 class DataParallel(Protocol):
     """What is told when micro-batches begin, and sees that gradients are summed."""
 

@@ -1,0 +1,401 @@
+"""Compressed sums of gradients on four real processes: exact in bytes, none lost."""
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_power
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from labkit.parallel.communication.checksum import diverged
+from labkit.parallel.communication.compress import (
+    Coded,
+    compress_replicas,
+    finish,
+)
+from labkit.parallel.communication.compress_codec import Int8, Narrow, TopK
+from labkit.parallel.communication.compress_power import PowerSGD
+from labkit.parallel.communication.compress_shards import compress_shards
+from labkit.parallel.communication.count import count_communication
+from labkit.parallel.launch import launch
+
+N_RANKS = 4
+N_STEPS = 5
+
+SHAPES = ((24, 18), (7,), (3, 20, 12))
+"""A matrix, a vector, a stack of matrices: not a multiple of four values together."""
+
+MAKERS = {
+    "fp32": lambda feedback: Coded(Narrow("fp32"), feedback),
+    "bf16": lambda feedback: Coded(Narrow("bf16"), feedback),
+    "fp8": lambda feedback: Coded(Narrow("fp8"), feedback),
+    "int8": lambda feedback: Coded(Int8(), feedback),
+    "top-k": lambda feedback: Coded(TopK(0.05), feedback),
+    "power": lambda feedback: PowerSGD(rank=2, error_feedback=feedback),
+}
+
+ERRORS = {
+    "fp32": (0, 1e-6),
+    "bf16": (1e-4, 5e-3),
+    "fp8": (5e-3, 5e-2),
+    "int8": (1e-3, 1e-2),
+    "top-k": (0.5, 0.97),
+    "power": (0.5, 0.97),
+}
+"""Of the first sum, relative to it: at least and at most. The last two keep little of
+noise, which is what the gradients of these tests are."""
+
+
+def gradients(step: int, rank: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    n_values = sum(int(np.prod(shape)) for shape in SHAPES)
+    return torch.randn(n_values, generator=generator)
+
+
+def exact_sum(step: int) -> torch.Tensor:
+    return sum(gradients(step, rank).double() for rank in range(N_RANKS))
+
+
+def distance(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    return float((ours.double() - theirs).norm() / theirs.norm())
+
+
+def kept(compression, parameters) -> torch.Tensor:
+    """Return what all ranks still hold, summed."""
+    rests = [
+        compression.rest.get(p, torch.zeros(p.numel())).flatten() for p in parameters
+    ]
+    held = torch.cat(rests).double()
+    dist.all_reduce(held)
+    return held
+
+
+def several_steps(make, feedback: bool) -> dict:
+    """Sum the gradients of several steps, without DDP."""
+    parameters = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
+    compression = make(feedback)
+    applied = exact = 0
+    errors = []
+    with count_communication() as found:
+        for step in range(N_STEPS):
+            flat = gradients(step, dist.get_rank())
+            total = finish(compression.sum(flat, parameters, dist.group.WORLD))
+            errors.append(distance(total, exact_sum(step)))
+            applied, exact = applied + total.double(), exact + exact_sum(step)
+    sums = [torch.empty_like(total) for _ in range(N_RANKS)]
+    dist.all_gather(sums, total)
+    expected = compression.expected(SHAPES, N_RANKS)
+    return {
+        "first": errors[0],
+        "applied": distance(applied, exact),
+        "lost": distance(applied + kept(compression, parameters), exact),
+        "is_same": all(torch.equal(sums[0], each) for each in sums),
+        "counted": (found.n_messages, found.sent_bytes),
+        "expected": (N_STEPS * expected.n_messages, N_STEPS * expected.n_bytes),
+        "state_bytes": compression.state_bytes,
+    }
+
+
+def unchecked_group() -> dist.ProcessGroup:
+    """Return a group whose collectives are not checked: DDP cannot bear the checks."""
+    level = dist.get_debug_level()
+    dist.set_debug_level(dist.DebugLevel.OFF)
+    group = dist.new_group()
+    dist.set_debug_level(level)
+    return group
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    sizes = (24, 40, 40, 40, 8)
+    pairs = zip(sizes, sizes[1:], strict=False)
+    return nn.Sequential(*(nn.Linear(n_in, n_out) for n_in, n_out in pairs))
+
+
+def batch(step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(step * N_RANKS + dist.get_rank())
+    return torch.randn(6, 24, generator=generator)
+
+
+def replicas(make) -> dict:
+    """Train under DDP with several buckets, and count the last step."""
+    ddp = DistributedDataParallel(
+        layers(), process_group=unchecked_group(), bucket_cap_mb=0.004
+    )
+    compression = make(True)
+    sums = compress_replicas(ddp, compression)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-3)
+    for step in range(N_STEPS):
+        optimizer.zero_grad()
+        with count_communication() as found:
+            ddp(batch(step)).square().sum().backward()
+        optimizer.step()
+    alone = layers()
+    sum(alone(batch_of(0, rank)).square().sum() for rank in range(N_RANKS)).backward()
+    return {
+        "n_buckets": len(sums.buckets),
+        "counted": (found.n_messages, found.sent_bytes),
+        "expected": tuple(sums.expected()),
+        "diverged": diverged(ddp),
+        "state_bytes": compression.state_bytes,
+        "n_values": sum(p.numel() for p in ddp.parameters()),
+        "first": first_gradients(make, alone),
+    }
+
+
+def batch_of(step: int, rank: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(step * N_RANKS + rank)
+    return torch.randn(6, 24, generator=generator)
+
+
+def first_gradients(make, alone: nn.Module) -> float:
+    ddp = DistributedDataParallel(layers(), process_group=unchecked_group())
+    compress_replicas(ddp, make(True))
+    ddp(batch(0)).square().sum().backward()
+    return distance(flat_gradients(ddp), flat_gradients(alone).double())
+
+
+def flat_gradients(model: nn.Module) -> torch.Tensor:
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+def shards(make) -> dict:
+    """Train under FSDP2, in which each rank sums its part."""
+    mesh = init_device_mesh("cpu", (N_RANKS,), mesh_dim_names=("dp",))
+    model = layers()
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    for module in model.modules():
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+    compression = make(True)
+    compress_shards(model, compression)
+    with count_communication() as found:
+        model(batch(0)).square().sum().backward()
+    alone = layers()
+    sum(alone(batch_of(0, rank)).square().sum() for rank in range(N_RANKS)).backward()
+    ours = torch.cat([p.grad.full_tensor().flatten() for p in model.parameters()])
+    # FSDP2 pads the first axis of each parameter to a multiple of the ranks.
+    sizes = [
+        sum(-(-len(p) // N_RANKS) * N_RANKS * p[0].numel() for p in layer.parameters())
+        for layer in alone
+    ]
+    expected = [compression.expected_scatter(n, N_RANKS) for n in sizes]
+    return {
+        "first": distance(ours, flat_gradients(alone).double()),
+        "counted": tuple(
+            found.sum(what, collective="all_to_all")
+            for what in ("n_messages", "sent_bytes")
+        ),
+        "expected": tuple(map(sum, zip(*expected, strict=True))),
+        "scattered": found.sum("n_calls", collective="reduce_scatter"),
+    }
+
+
+def overflow(make) -> dict:
+    """One rank's gradient has an infinity in one step; the next is as the first."""
+    parameters = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
+    compression = make(True)
+    flat = gradients(0, dist.get_rank())
+    flat[100] = torch.inf if dist.get_rank() == 1 else 1.0
+    broken = finish(compression.sum(flat, parameters, dist.group.WORLD))
+    is_seen = not broken.isfinite().all()
+    is_kept_finite = bool(kept(compression, parameters).isfinite().all())
+    flat = gradients(1, dist.get_rank())
+    after = finish(compression.sum(flat, parameters, dist.group.WORLD))
+    return {
+        "is_seen": is_seen,
+        "is_kept_finite": is_kept_finite,
+        "is_finite_after": bool(after.isfinite().all()),
+    }
+
+
+def low_rank() -> float:
+    """Return how far a sum of low rank is off after two steps, a step of zeros among
+    them."""
+    power = PowerSGD(rank=2)
+    parameter = nn.Parameter(torch.zeros(3, 20, 12))
+    torch.manual_seed(dist.get_rank())
+    thin = torch.randn(3, 20, 2, generator=torch.Generator().manual_seed(1))
+    mine = thin @ torch.randn(3, 2, 12)
+    exact = mine.clone()
+    dist.all_reduce(exact)
+    for flat in (torch.zeros(720), mine.flatten()):
+        total = finish(power.sum(flat.clone(), [parameter], dist.group.WORLD))
+    return distance(total, exact.flatten().double())
+
+
+def beside_torch() -> list[float]:
+    """Return how far PyTorch's own PowerSGD is from ours in two steps, in means."""
+    ddp = DistributedDataParallel(
+        nn.Linear(24, 16, bias=False), process_group=unchecked_group()
+    )
+    state = torch_power.PowerSGDState(
+        process_group=ddp.process_group,
+        matrix_approximation_rank=2,
+        start_powerSGD_iter=2,
+        use_error_feedback=False,
+    )
+    ddp.register_comm_hook(state, torch_power.powerSGD_hook)
+    ours = PowerSGD(rank=2, error_feedback=False)
+    parameter = ddp.module.weight
+    errors = []
+    for step in range(4):
+        x = batch(step)
+        if step == 2:  # the matrix that theirs begins with
+            drawn = np.random.RandomState(0).randint(1_000_000_000)
+            generator = torch.Generator().manual_seed(int(drawn))
+            ours.start[parameter] = torch.randn(1, 24, 2, generator=generator)
+        ddp.zero_grad()
+        ddp(x).square().sum().backward()
+        if step >= 2:
+            mine = nn.Linear(24, 16, bias=False)
+            mine.weight.data.copy_(parameter.data)
+            mine(x).square().sum().backward()
+            flat = mine.weight.grad.flatten()
+            total = finish(ours.sum(flat, [parameter], dist.group.WORLD))
+            errors.append(distance(total / N_RANKS, parameter.grad.flatten().double()))
+    return errors
+
+
+def silent_hook(state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    future = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+def unsummed() -> tuple[str, ...]:
+    """Train with a hook that sums nothing, and return what is not the same."""
+    ddp = DistributedDataParallel(layers(), process_group=unchecked_group())
+    ddp.register_comm_hook(None, silent_hook)
+    for parameter in ddp.module[0].parameters():
+        parameter.requires_grad_(False)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-3)
+    ddp(batch(0)).square().sum().backward()
+    optimizer.step()
+    return diverged(ddp.module)
+
+
+def work_of_a_rank() -> dict:
+    found = {"low rank": low_rank(), "torch": beside_torch(), "unsummed": unsummed()}
+    for name, make in MAKERS.items():
+        found[name] = {
+            "steps": several_steps(make, True),
+            "forgetful": several_steps(make, False),
+            "overflow": overflow(make),
+            "replicas": replicas(make),
+        }
+        if name != "power":
+            found[name]["shards"] = shards(make)
+    return found
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict]:
+    return launch(work_of_a_rank, N_RANKS, timeout=500)
+
+
+EACH = pytest.mark.parametrize("name", MAKERS)
+EACH_CODEC = pytest.mark.parametrize("name", [n for n in MAKERS if n != "power"])
+
+
+@EACH
+def test_the_first_sum_is_as_near_as_the_bytes_allow(found, name):
+    least, most = ERRORS[name]
+    for rank in found:
+        assert least <= rank[name]["steps"]["first"] <= most
+
+
+@EACH
+def test_with_feedback_nothing_is_lost_but_late(found, name):
+    for rank in found:
+        assert rank[name]["steps"]["lost"] < 1e-6
+
+
+@pytest.mark.parametrize("name", ["top-k", "power"])
+def test_without_feedback_what_is_not_sent_is_lost(found, name):
+    for rank in found:
+        forgetful, steps = rank[name]["forgetful"], rank[name]["steps"]
+        assert forgetful["lost"] == forgetful["applied"]
+        assert steps["applied"] < 0.9 * forgetful["applied"]
+
+
+@EACH
+def test_all_ranks_have_the_same_sum_bit_for_bit(found, name):
+    assert all(rank[name]["steps"]["is_same"] for rank in found)
+
+
+@EACH
+def test_bytes_and_messages_are_as_predicted(found, name):
+    for rank in found:
+        assert rank[name]["steps"]["counted"] == rank[name]["steps"]["expected"]
+
+
+@EACH
+def test_feedback_holds_four_bytes_a_value_and_nothing_is_held_without(found, name):
+    n_values = {"power": 24 * 18 + 720}.get(name, 24 * 18 + 7 + 720)
+    starts = {"power": 4 * 2 * (18 + 3 * 12)}.get(name, 0)
+    for rank in found:
+        assert rank[name]["steps"]["state_bytes"] == 4 * n_values + starts
+        assert rank[name]["forgetful"]["state_bytes"] == starts
+
+
+@EACH
+def test_an_overflow_is_seen_by_all_ranks_and_gone_in_the_next_step(found, name):
+    for rank in found:
+        assert rank[name]["overflow"] == {
+            "is_seen": True,
+            "is_kept_finite": True,
+            "is_finite_after": True,
+        }
+
+
+@EACH
+def test_ddp_with_several_buckets_sends_what_is_predicted(found, name):
+    for rank in found:
+        assert rank[name]["replicas"]["n_buckets"] > 2
+        assert rank[name]["replicas"]["counted"] == rank[name]["replicas"]["expected"]
+
+
+@EACH
+def test_ddp_replicas_stay_the_same_and_gradients_are_sums(found, name):
+    for rank in found:
+        assert rank[name]["replicas"]["diverged"] == ()
+        assert rank[name]["replicas"]["first"] < {"fp32": 1e-6}.get(name, 1)
+
+
+@EACH_CODEC
+def test_ddp_keeps_the_rest_of_each_parameter_once_whatever_the_buckets(found, name):
+    for rank in found:
+        replicas = rank[name]["replicas"]
+        assert replicas["state_bytes"] == 4 * replicas["n_values"]
+
+
+@EACH_CODEC
+def test_fsdp_scatters_sums_in_the_bytes_that_are_predicted(found, name):
+    for rank in found:
+        shards = rank[name]["shards"]
+        assert shards["counted"] == shards["expected"]
+        assert shards["scattered"] == 0
+        assert shards["first"] <= {"fp32": 1e-6, "top-k": 1}.get(name, ERRORS[name][1])
+
+
+def test_a_gradient_of_low_rank_is_exact_also_after_a_step_without_any(found):
+    assert all(rank["low rank"] < 1e-5 for rank in found)
+
+
+def test_products_are_those_of_the_power_sgd_of_pytorch(found):
+    for rank in found:
+        assert len(rank["torch"]) == 2
+        assert max(rank["torch"]) < 1e-5
+
+
+def test_ranks_that_drift_apart_are_found_and_named(found):
+    apart = tuple(
+        f"{layer}.{name}" for layer in (1, 2, 3) for name in ("weight", "bias")
+    )
+    assert all(rank["unsummed"] == apart for rank in found)

@@ -32,7 +32,7 @@ def apply_expert_parallel(
     model: nn.Module,
     mesh: Mesh,
     *,
-    payload: str | Payload = "bf16",
+    payload: str | Payload = "fp32",
     n_nodes: int = 1,
     overlap_shared: bool = True,
 ) -> None:

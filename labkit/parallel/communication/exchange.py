@@ -42,7 +42,8 @@ from labkit.parallel.communication.payload import Payload, payload_of
 class Level:
     """Members of a group that have equally many experts each, in order."""
 
-    size: int
+    ranks: tuple[int, ...]
+    """The members, by their place among all that share experts."""
 
     first: int
     """The first expert of the first member."""
@@ -50,10 +51,15 @@ class Level:
     each: int
     """Experts of a member; the last of all may have fewer."""
 
+    @property
+    def size(self) -> int:
+        """How many members there are."""
+        return len(self.ranks)
+
     def members(self, experts: Int[Tensor, "n k"]) -> Int[Tensor, "n k"]:
         """Return who has these experts; `size` where nobody here does.
 
-        >>> level = Level(size=2, first=4, each=2)
+        >>> level = Level(ranks=(2, 3), first=4, each=2)
         >>> level.members(torch.tensor([[3, 4, 5, 6, 8]])).tolist()
         [[2, 0, 0, 1, 2]]
         """
@@ -63,13 +69,38 @@ class Level:
     def goals(self, experts: Int[Tensor, "n k"]) -> Bool[Tensor, "n r"]:
         """Return which members have some of each token's experts.
 
-        >>> level = Level(size=2, first=4, each=2)
+        >>> level = Level(ranks=(2, 3), first=4, each=2)
         >>> level.goals(torch.tensor([[3, 4, 5], [5, 6, 8]])).int().tolist()
         [[1, 0], [1, 1]]
         """
         shape = (len(experts), self.size + 1)
         is_goal = torch.zeros(shape, dtype=torch.bool, device=experts.device)
         return is_goal.scatter_(1, self.members(experts), True)[:, : self.size]
+
+
+def levels_of(
+    rank: int, n_ranks: int, n_experts: int, n_nodes: int = 1
+) -> tuple[Level, ...]:
+    """Return with whom a rank exchanges rows, the widest level first.
+
+    >>> for level in levels_of(1, 4, 8, n_nodes=2):
+    ...     level
+    Level(ranks=(1, 3), first=0, each=4)
+    Level(ranks=(0, 1), first=0, each=2)
+
+    Raises:
+        ValueError: as `expert_exchange`.
+    """
+    _require_places(n_ranks, n_experts, n_nodes)
+    each, per_node = -(-n_experts // n_ranks), n_ranks // n_nodes
+    start, place = rank - rank % per_node, rank % per_node
+    across = Level(
+        ranks=tuple(range(place, n_ranks, per_node)), first=0, each=each * per_node
+    )
+    inside = Level(
+        ranks=tuple(range(start, start + per_node)), first=start * each, each=each
+    )
+    return tuple(level for level in (across, inside) if level.size > 1) or (inside,)
 
 
 class Arrived(NamedTuple):
@@ -186,7 +217,7 @@ def expert_exchange(
     ranks: Sequence[int],
     n_experts: int,
     *,
-    payload: str | Payload = "bf16",
+    payload: str | Payload = "fp32",
     n_nodes: int = 1,
     deduplicate: bool = True,
 ) -> Exchange:
@@ -205,28 +236,16 @@ def expert_exchange(
         ValueError: a rank would have no expert, nodes would not be equal, or rows that
             go once for each expert were to go in two hops.
     """
-    ranks = list(ranks)
     require_flag({"deduplicate": deduplicate})
-    _require_places(len(ranks), n_experts, n_nodes)
-    if n_nodes > 1 and not deduplicate:
+    levels = levels_of(ranks.index(dist.get_rank()), len(ranks), n_experts, n_nodes)
+    if len(levels) > 1 and not deduplicate:
         raise ValueError(
             "deduplicate must be True with nodes, because a row goes to each once; got "
             f"False and n_nodes={n_nodes}. Set n_nodes=1."
         )
-    each = -(-n_experts // len(ranks))
-    per_node, index = len(ranks) // n_nodes, ranks.index(dist.get_rank())
-    node, place = divmod(index, per_node)
-    levels, members = [], []
-    if n_nodes > 1:
-        levels.append(Level(size=n_nodes, first=0, each=each * per_node))
-        members.append(ranks[place::per_node])
-    if per_node > 1 or n_nodes == 1:
-        first = node * per_node
-        levels.append(Level(size=per_node, first=first * each, each=each))
-        members.append(ranks[first : first + per_node])
     return Exchange(
         levels,
-        [_lanes(each) for each in members],
+        [_lanes([ranks[member] for member in level.ranks]) for level in levels],
         n_experts=n_experts,
         payload=payload,
         deduplicate=deduplicate,

@@ -224,13 +224,17 @@ def _keep_positions(block: Block, stream: Stream) -> None:
 
 def first(routing: Routing, n_tokens: int) -> Routing:
     """Return what was decided on the first tokens of each sequence."""
-    return Routing(*(part[:, :n_tokens] for part in routing))
+    if routing.affinity.shape[1] == n_tokens:
+        return routing
+    # Copies: FSDP2 warns of views among a module's results.
+    return Routing(*(part[:, :n_tokens].clone() for part in routing))
 
 
 def _cut_ends(model: nn.Module, stream: Stream) -> None:
     """Cut embedding, norm and head, those that there are, and with them the loss."""
-    if getattr(model, "embed", None) is not None:
-        _cut_embedding(model.embed, stream)
+    embed = getattr(model, "embed", None)
+    if embed is not None and not isinstance(embed.weight, DTensor):
+        _cut_embedding(embed, stream)  # unless another stage did, whose it is
     if getattr(model, "norm", None) is not None:
         outside = whole(is_summed=stream.is_shared)
         parallelize_module(model, stream.mesh, {"norm": outside})
@@ -240,7 +244,7 @@ def _cut_ends(model: nn.Module, stream: Stream) -> None:
         cls = type(model)
         model.__class__ = type(f"Cut{cls.__name__}", (CutLoss, cls), {})
         model.stream = stream
-    if isinstance(model, Transformer):
+    if type(model).forward is Transformer.forward:
         model.register_forward_hook(_whole_logits)
 
 

@@ -15,6 +15,7 @@ an all-reduce is a reduce-scatter and an all-gather.
 
 from dataclasses import dataclass
 
+import torch
 from jaxtyping import Complex, Float, Int
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -83,11 +84,12 @@ class Stream:
         All ranks compute the same balance loss from it. One message carries both
         parts: numbers of experts are exact in FP32.
         """
-        n_experts = routing.affinity.shape[-1]
-        both = F.pad(routing.affinity, (0, routing.experts.shape[-1]))
-        both[..., n_experts:] = routing.experts
+        affinity, experts = routing
+        widths = [affinity.shape[-1], experts.shape[-1]]
+        both = torch.cat((affinity, experts.type_as(affinity)), dim=-1)
         both = moved(both, self.mesh, Shard(1), Replicate())
-        return Routing(both[..., :n_experts], both[..., n_experts:].detach().long())
+        affinity, experts = (part.contiguous() for part in both.split(widths, dim=-1))
+        return Routing(affinity, experts.detach().long())
 
     def own_part(self, x: Float[Tensor, "*b s w"]) -> Float[Tensor, "*b t v"]:
         """Return this rank's part of the features, of all positions."""

@@ -88,7 +88,8 @@ def read_locally(module: nn.Module, *, is_summed: bool) -> None:
     """Let a module's own code read its parameters' local parts.
 
     Its class gets a property for each, over the parameter's name. Apply it after what
-    else changes the class, as recomputation and FP8 do.
+    else changes the class, as recomputation and FP8 do. While FSDP2 has a parameter cut
+    once more, nothing computes with it, and FSDP2 itself reads it by its name.
     """
     cls = type(module)
     names = [name for name, _ in module.named_parameters(recurse=False)]
@@ -100,6 +101,8 @@ def _local_part(name: str, is_summed: bool) -> property:
     def read(module: nn.Module) -> Tensor:
         parameter = module._parameters[name]
         assert isinstance(parameter, DTensor)
+        if parameter.device_mesh.ndim > 1:
+            return parameter
         if not is_summed:
             return parameter.to_local()
         # The same placement twice: its gradient is brought to it, by an all-reduce.

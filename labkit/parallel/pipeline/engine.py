@@ -26,6 +26,7 @@ from torch.distributed.pipelining.schedules import (
     get_schedule_class,
 )
 
+from labkit.parallel.pipeline import parted
 from labkit.parallel.pipeline.orders import V_SHAPED, name_in_torch
 from labkit.parallel.pipeline.overlap import Overlap
 from labkit.parallel.pipeline.stage import Terms
@@ -53,9 +54,21 @@ class Shape:
 class StaticStage(PipelineStage):
     """A stage of PyTorch's whose shapes are given."""
 
-    def backward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401, PyTorch's
+    def backward_maybe_with_nosync(
+        self,
+        backward_type: str,
+        bwd_kwargs: dict[str, Any],
+        last_backward: bool = False,
+    ) -> tuple[tuple[Tensor | None, ...], list[dict[str, Any]] | None]:
+        groups = bwd_kwargs.get("param_groups", ())
         with self.submod.differentiated():
-            return super().backward_maybe_with_nosync(*args, **kwargs)
+            if parted.has_shared_weights(groups):
+                _sum_at_the_end(self.submod)
+                parted.accumulate(self.submod.parameters(), groups)
+                return (), None
+            return super().backward_maybe_with_nosync(
+                backward_type, bwd_kwargs, last_backward
+            )
 
     def _post_metadata_inference_cleanup(self) -> None:
         # PyTorch drops the gradients of sharded parameters here, as remains of a trial

@@ -89,7 +89,7 @@ def orders(
     """
     vpp = chunks_per_rank(schedule, vpp)
     require_whole({"pp": pp, "micro_batches": micro_batches})
-    _require_fit(schedule, pp, micro_batches, vpp)
+    require_fit(schedule, pp, micro_batches, vpp)
     return _orders(schedule, pp, micro_batches, vpp)
 
 
@@ -192,28 +192,37 @@ def _read(action: object) -> Step:
     )
 
 
-def _require_fit(schedule: str, pp: int, n: int, vpp: int) -> None:
-    """Raise ValueError where PyTorch, or DualPipe, could not run."""
+def require_fit(
+    schedule: str, pp: int, n: int, vpp: int, *, name: str = "micro_batches"
+) -> None:
+    """Raise ValueError where PyTorch, or DualPipe, could not run.
+
+    Args:
+        schedule: one of `SCHEDULES`.
+        pp: ranks of the pipeline.
+        n: micro-batches of one step.
+        vpp: virtual stages of each rank.
+        name: what errors call `n`.
+    """
     if schedule == "dualpipe" and (pp % 2 or n % 2):
         raise ValueError(
             "schedule='dualpipe' pairs the stages and the micro-batches of both ends "
-            f"and needs an even number of each; got pp={pp} and micro_batches={n}. Set "
-            f"pp={pp + pp % 2} and micro_batches={n + n % 2}."
+            f"and needs an even number of each; got pp={pp} and {name}={n}. Set "
+            f"pp={pp + pp % 2} and {name}={n + n % 2}."
         )
     least = _least(schedule, pp, vpp)
     if n < least:
         raise ValueError(
             f"schedule={schedule!r} needs at least {least} micro-batches to fill "
-            f"pp={pp} ranks; got micro_batches={n}. Set micro_batches={least} or lower "
-            "pp."
+            f"pp={pp} ranks; got {name}={n}. Set {name}={least} or lower pp."
         )
     n_rounds = max(n // pp, 1)
     is_in_rounds = schedule == "zero-bubble" or (schedule == "1f1b" and vpp > 1)
     if is_in_rounds and n % n_rounds:
         raise ValueError(
             f"schedule={schedule!r} with vpp={vpp} takes micro-batches in {n_rounds} "
-            f"equal rounds of at least pp={pp}; got micro_batches={n}. Set "
-            f"micro_batches={n_rounds * pp} or {(n_rounds + 1) * pp}."
+            f"equal rounds of at least pp={pp}; got {name}={n}. Set "
+            f"{name}={n_rounds * pp} or {(n_rounds + 1) * pp}."
         )
 
 

@@ -8,9 +8,11 @@ model in one process, as the gradients do.
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from jaxtyping import Int
 from torch import Tensor, nn
 
+from labkit.config import Layout
 from labkit.config.checks import require_at_least, require_instance, require_whole
 from labkit.model import Transformer
 from labkit.model.checks import (
@@ -27,7 +29,7 @@ from labkit.parallel.pipeline.orders import (
     V_SHAPED,
     chunks_per_rank,
     name_in_torch,
-    orders,
+    require_fit,
 )
 from labkit.parallel.pipeline.stage import Stage, Terms
 from labkit.parallel.pipeline.tied import TiedEmbedding
@@ -50,7 +52,7 @@ class Pipeline:
         modules: the stages on this rank, in the order of the model, with its names.
         stages: which these are.
         meshes: which mesh each module's transforms take. Passes that run at the same
-            time must not share groups, so that overlapped stages with experts on other
+            time must not share groups, so that overlapped stages with parts on other
             ranks have two.
         copies: names of parameters here that another rank owns.
         overlaps: whether DualPipeV runs its pairs at the same time. With tensor
@@ -86,12 +88,14 @@ class Pipeline:
             self._cut(model, layers[i], i) for i in self.stages
         ]
         reader = 0 if schedule in V_SHAPED else layout.pp - 1
-        group = mesh.pp.get_group()
-        self._tied = TiedEmbedding(self.modules, model.embed, group, reader=reader)
+        self._group = _message_group(layout)
+        self._tied = TiedEmbedding(
+            self.modules, model.embed, self._group, reader=reader
+        )
         self.copies = self._tied.copies
         self.overlaps = schedule == "dualpipev" and layout.tp == 1 < layout.pp
         self.meshes = [mesh] * vpp
-        if self.overlaps and layout.ep > 1:
+        if self.overlaps and layout.dp > 1:
             device = mesh.pp.device_type
             self.meshes[1] = Mesh(layout, device=device, replicate=mesh.replicate)
         self.dtype = model.embed.weight.dtype
@@ -176,8 +180,9 @@ class Pipeline:
         return Stage(model, layers, is_first=index == 0, is_last=is_last)
 
     def _check_schedule(self, n_micro_batches: int) -> None:
-        layout = self.mesh.layout
-        orders(self.schedule, layout.pp, n_micro_batches, vpp=layout.vpp)
+        name, pp, vpp = "n_micro_batches", self.mesh.layout.pp, len(self.modules)
+        require_whole({name: n_micro_batches})
+        require_fit(self.schedule, pp, n_micro_batches, vpp, name=name)
 
     def _terms(  # noqa: PLR0913  of a step
         self,
@@ -225,7 +230,7 @@ class Pipeline:
             indices=self.stages,
             n_stages=self.n_stages,
             device=torch.device(self.mesh.pp.device_type),
-            group=self.mesh.pp.get_group(),
+            group=self._group,
             hidden=self._hidden(shape.n_sequences, shape.seq_len),
         )
         if not torch.is_grad_enabled():
@@ -246,6 +251,18 @@ class Pipeline:
             for name in names
         )
         return LossParts(main + mtp + balance, main, mtp, balance, load)
+
+
+def _message_group(layout: Layout) -> dist.ProcessGroup:
+    """Return the ranks of this rank's pipeline, for messages between stages alone.
+
+    Stages send unequally many; PyTorch, where it checks collectives, counts messages
+    with them, and would take ranks of one group to be out of step.
+    """
+    n = layout.dp * layout.tp
+    pipelines = [list(range(first, n * layout.pp, n)) for first in range(n)]
+    group, _ = dist.new_subgroups_by_enumeration(pipelines)
+    return group
 
 
 def _equal_part(n_sequences: int, n_micro_batches: int) -> int:

@@ -79,7 +79,7 @@ class Stage(Transformer):
     def borrow_embedding(self, owner: "Stage") -> None:
         """Read the embedding of another stage on this rank, whose it stays."""
         # Past nn.Module, so that it is nobody's child twice.
-        self.__dict__["embed"] = owner.embed
+        self.__dict__["embed"] = _Borrowed(owner, self)
 
     @contextmanager
     def differentiated(self) -> Iterator[None]:
@@ -93,9 +93,8 @@ class Stage(Transformer):
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Yield this stage's own parameters."""
         yield from super().parameters(recurse)
-        borrowed = self.__dict__.get("embed")
-        if self._lists_all and borrowed is not None:
-            yield from borrowed.parameters(recurse)
+        if self._lists_all and isinstance(self.embed, _Borrowed):
+            yield self.embed.weight
 
     @property
     def loss(self) -> Never:
@@ -182,6 +181,21 @@ def _router_rows(cfg: ModelConfig, layers: range, *, is_last: bool) -> list[int]
     n_dense = cfg.n_layers - cfg.n_moe_layers
     rows = [index - n_dense for index in layers if index >= n_dense]
     return rows + [cfg.n_moe_layers + depth for depth in range(cfg.n_mtp) if is_last]
+
+
+class _Borrowed:
+    """The embedding of another stage, as a stage reads it."""
+
+    def __init__(self, owner: Stage, reader: Stage) -> None:
+        self.owner, self.reader = owner, reader
+
+    @property
+    def weight(self) -> nn.Parameter:
+        return self.owner.embed.weight
+
+    def __call__(self, tokens: Int[Tensor, "b s"]) -> Float[Tensor, "b s d"]:
+        # Weights of the reader may be rounded while it computes, the owner's not.
+        return self.owner.embed(tokens).to(self.reader.norm.weight.dtype)
 
 
 class _LetIn(torch.autograd.Function):

@@ -29,7 +29,7 @@ def replicate(
         _compute_in(model, mixed)
     layout = mesh.layout
     if layout.pp == layout.tp == layout.ep == 1:
-        return Replicas(model, mesh.dp.get_group())
+        return Replicas(model, _unchecked_group())
     return SummedLater(model, mesh)
 
 
@@ -59,7 +59,10 @@ class Replicas:
             forward_sync_buffers=False,  # router biases move alike on all ranks
             gradient_as_bucket_view=True,
         )
-        self.ddp.register_comm_hook(group, sum_bucket)
+        # Without annotations: DDP knows no others than its own.
+        self.ddp.register_comm_hook(
+            group, lambda state, bucket: sum_bucket(state, bucket)
+        )
         # A function, for a module would be taken for a part of the model.
         model.loss = self._loss
 
@@ -74,6 +77,19 @@ class Replicas:
 
     def finish(self) -> None:
         """Do nothing: gradients were summed in the backward pass."""
+
+
+def _unchecked_group() -> dist.ProcessGroup:
+    """Return a group of all ranks whose collectives PyTorch does not check.
+
+    Given a group that is checked (TORCH_DISTRIBUTED_DEBUG=DETAIL), the constructor of
+    DDP ends the process by SIGSEGV (PyTorch 2.13, gloo).
+    """
+    level = dist.get_debug_level()
+    dist.set_debug_level(dist.DebugLevel.OFF)
+    group = dist.new_group()
+    dist.set_debug_level(level)
+    return group
 
 
 def sum_bucket(

@@ -58,6 +58,7 @@ def join(
     rank: int = -1,
     world: int = -1,
     patience: timedelta = PATIENCE,
+    backend: str = "gloo",
 ) -> None:
     """Join the group; without a store, the one that torchrun names.
 
@@ -66,10 +67,10 @@ def join(
         rank: this process, if there is a store.
         world: how many there are, if there is a store.
         patience: how long a rank waits for the others.
+        backend: of PyTorch, for tensors on the CPU.
     """
-    backend = "gloo"
     if torch.cuda.is_available():
-        backend = "cpu:gloo,cuda:nccl"  # flags and counts travel from the CPU
+        backend = f"cpu:{backend},cuda:nccl"  # flags and counts travel from the CPU
         torch.cuda.set_device(dist.get_node_local_rank() % torch.cuda.device_count())
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=world, timeout=patience

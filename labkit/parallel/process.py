@@ -85,6 +85,8 @@ class RankProcess:
             "patience": work.patience,
             "host": place.host,
             "port": place.port or work.port,
+            "ranks_per_node": work.world // place.n_nodes,
+            "bits_per_second": place.bits_per_second,
         }
         module = ("-P", "-u", "-m", "labkit.parallel.worker", json.dumps(order))
         self._process = subprocess.Popen(

@@ -24,6 +24,7 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 
+from labkit.parallel.communication.slow_link_model import Pace, register
 from labkit.parallel.failures import ECHOES
 from labkit.parallel.group import join, leave
 from labkit.parallel.outcome import CHUNK, Outcome, read_bytes, write_outcome
@@ -86,7 +87,10 @@ def _join(order: dict) -> None:
         timeout=patience,
         wait_for_workers=False,
     )
-    join(store, rank=rank, world=world, patience=patience)
+    backend = "gloo"
+    if order["bits_per_second"] is not None:
+        backend = register(Pace(order["bits_per_second"], order["ranks_per_node"]))
+    join(store, rank=rank, world=world, patience=patience, backend=backend)
 
 
 def _failure(error: BaseException) -> Outcome:

@@ -62,6 +62,9 @@ class Place:
 
     port: int | None = None
 
+    bits_per_second: float | None = None
+    """Of a modelled link; None where messages take the time they take."""
+
     is_timed: bool = False
     """Whether what it sends is timed, so that nothing else may be sent."""
 
@@ -102,7 +105,9 @@ class SlowLink:
         """Return where a rank is started."""
         n_nodes = self.n_nodes
         if self.kind != "real":
-            return Place(n_nodes=n_nodes, is_timed=True)
+            return Place(
+                n_nodes=n_nodes, bits_per_second=self.bits_per_second, is_timed=True
+            )
         return Place(
             n_nodes=n_nodes,
             prefix=_inside(self.pids[self.node_of(rank, n_procs)]),

@@ -211,7 +211,9 @@ class BucketSums:
 
     _pending: list["_Pending"] = field(default_factory=list, init=False, repr=False)
 
-    def start(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    def start(
+        self, bucket: dist.GradBucket
+    ) -> torch.futures.Future[Float[Tensor, "n"]]:
         """Begin to sum a bucket, and go on with those before it."""
         if bucket.index() == 0:
             self.buckets.clear()
@@ -261,7 +263,7 @@ class _Pending:
         return True
 
 
-def sum_bucket(
+def _sum_bucket(
     sums: BucketSums, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
     """Return the sum over ranks of a bucket of DDP, when it is there."""
@@ -277,5 +279,5 @@ def compress_replicas(
     """
     sums = BucketSums(compression, ddp.process_group)
     if sums.group.size() > 1:
-        ddp.register_comm_hook(sums, sum_bucket)
+        ddp.register_comm_hook(sums, _sum_bucket)
     return sums

@@ -10,7 +10,9 @@ rank holds all of it, or, with sequence parallelism, a share of its positions
     shared    all-gather (its reverse)   reduce-scatter (its reverse)
 
 in the forward pass, in parentheses in the backward one. As many bytes move in both, for
-an all-reduce is a reduce-scatter and an all-gather.
+an all-reduce is a reduce-scatter and an all-gather. What is shared is kept as a share:
+that is what norms, routers and projections to latents read. What was gathered is kept
+whole for the backward pass, where Megatron-LM gathers it again.
 """
 
 from dataclasses import dataclass

@@ -10,12 +10,14 @@ from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from labkit.config import GQAConfig, Layout, MTPConfig
+from labkit.memory import apply_recompute
 from labkit.model.transformer import cross_entropy_sum
 from labkit.parallel.launch import launch
 from labkit.parallel.mesh import Mesh
 from labkit.parallel.tensor import apply_tensor_parallel, require_cuts
 from labkit.parallel.tensor_stream import Stream
 from labkit.parallel.vocabulary import cut_cross_entropy_sum
+from labkit.precision import convert
 from tests.distributed import serial
 
 LOW_RANK, DIRECT = 9, None
@@ -62,10 +64,14 @@ GROUPED = "GQA"
 """Has two KV heads, which four ranks cannot share."""
 
 RUNS = [(name, "shared") for name in (*CASES, GROUPED)] + [
-    (name, "whole")
-    for name in ("queries of low rank", "no balance loss", "MHA, odd hidden units")
+    *(
+        (name, "whole")
+        for name in ("queries of low rank", "no balance loss", "MHA, odd hidden units")
+    ),
+    *((name, "recomputed") for name in ("queries of low rank", "direct queries")),
 ]
-"""What is compared, and whether ranks share out positions or hold all."""
+"""What is compared, and whether ranks share out positions or hold all; or share them
+out in a model that keeps little for its backward pass."""
 
 
 def has_experts(name: str) -> bool:
@@ -95,7 +101,9 @@ def sum_experts(model: nn.Module, mesh: Mesh) -> None:
 def seen(case: serial.Case, mesh: Mesh, way: str) -> Seen:
     tokens, targets = case.batch(0)
     ours, theirs = case.model(), case.model()
-    apply_tensor_parallel(ours, mesh, sequence_parallel=way == "shared")
+    if way == "recomputed":
+        apply_recompute(ours, "selective")
+    apply_tensor_parallel(ours, mesh, sequence_parallel=way != "whole")
     parts = []
     for model in (ours, theirs):
         parts.append(model.loss(tokens, targets))
@@ -124,11 +132,16 @@ def seen(case: serial.Case, mesh: Mesh, way: str) -> Seen:
     )
 
 
-def rounded(case: serial.Case, mesh: Mesh) -> dict[str, float]:
-    """Return how far BF16 takes whole gradients: ours, the serial one's, and FP32's."""
+def rounded(case: serial.Case, mesh: Mesh, *, is_fp8: bool = False) -> dict[str, float]:
+    """Return how far rounding takes whole gradients from each other, and from FP32's.
+
+    Products are in BF16 or, where DeepSeek-V3 has it, in FP8.
+    """
     gradients, losses = {}, {}
     for name in ("ours", "serial", "fp32"):
         model = case.model()
+        if is_fp8 and name != "fp32":
+            convert(model)
         if name == "ours":
             apply_tensor_parallel(model, mesh)
         with torch.autocast("cpu", torch.bfloat16, enabled=name != "fp32"):
@@ -222,6 +235,7 @@ def work() -> dict[str, object]:
     }
     narrow = serial.for_bf16(CASES["direct queries"])
     results["bf16"] = rounded(narrow, mesh)
+    results["fp8"] = rounded(narrow, mesh, is_fp8=True)
     results["loss"], results["refusals"] = cut_loss(mesh), refusals(mesh)
     if n_ranks == 4:
         results["sharded"] = sharded()
@@ -269,6 +283,13 @@ def test_in_bf16_gradients_differ_by_its_rounding(ranks):
         errors = rank["bf16"]
         assert errors["loss"] < 1e-3, errors
         assert errors["gradient"] < 1e-2, errors
+        assert errors["our rounding"] < 1.25 * errors["serial rounding"], errors
+
+
+def test_fp8_rounds_a_cut_model_no_more_than_a_whole_one(ranks):
+    for rank in ranks:
+        errors = rank["fp8"]
+        assert errors["serial rounding"] > 0.05  # FP8 is on
         assert errors["our rounding"] < 1.25 * errors["serial rounding"], errors
 
 

@@ -26,13 +26,16 @@ def held(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> He
 
     Args:
         model: what the rank holds, transforms applied.
-        optimizer: its moments; None has none.
+        optimizer: what has the moments. It also knows the shares while the model has
+            the gathered weights, and gradients may belong to either.
     """
     parameters = list(model.parameters())
+    groups = [] if optimizer is None else optimizer.param_groups
+    known = {*parameters, *(p for group in groups for p in group["params"])}
     states = [] if optimizer is None else optimizer.state.values()
     return Held(
         weights=_bytes(parameters),
-        gradients=_bytes(p.grad for p in parameters if p.grad is not None),
+        gradients=_bytes(p.grad for p in known if p.grad is not None),
         moments=_bytes(
             moment
             for state in states

@@ -11,19 +11,19 @@ over `mesh.edp`, the other ranks that hold the same experts, is data parallelism
 Tested with gloo on CPUs; on GPUs and with NCCL it has not been run.
 """
 
-from collections.abc import Callable
+from types import MethodType
 
 import torch.distributed as dist
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from labkit.config.checks import require_flag
 from labkit.model.moe import MoE
 from labkit.parallel.communication.exchange import Arrived, Exchange, expert_exchange
 from labkit.parallel.communication.exchange_trip import sum_by
-from labkit.parallel.communication.payload import Payload
+from labkit.parallel.communication.payload import Payload, payload_of
 from labkit.parallel.mesh import Mesh
 from labkit.parallel.tensor_styles import place, read_locally
 
@@ -54,12 +54,20 @@ def apply_expert_parallel(
         overlap_shared: whether to compute shared experts while tokens travel.
 
     Raises:
-        ValueError: no such payload, more ranks than experts go round, or unequal nodes.
+        ValueError: no such payload, more ranks than experts go round, unequal nodes, or
+            experts that are spread already.
     """
+    payload = payload_of(payload)
     require_flag({"overlap_shared": overlap_shared})
     mixtures = [module for module in model.modules() if isinstance(module, MoE)]
     if mesh.layout.ep == 1 or not mixtures:
         return
+    weights = [weight for moe in mixtures for weight in moe.experts.parameters()]
+    if any(isinstance(weight, DTensor) for weight in weights):
+        raise ValueError(
+            "experts are spread once, before data parallelism; got a model whose "
+            "experts are spread or cut already. Build it anew."
+        )
     exchange = expert_exchange(
         dist.get_process_group_ranks(mesh.ep.get_group()),
         mixtures[0].gate.moe.n_routed_experts,
@@ -69,15 +77,14 @@ def apply_expert_parallel(
     for moe in mixtures:
         place(moe.experts, mesh.ep, Shard(0))
         read_locally(moe.experts, is_summed=False)
-        moe.mixture = mixture(moe, exchange, overlap_shared=overlap_shared)
+        join(moe, exchange, overlap_shared=overlap_shared)
 
 
-def mixture(
-    moe: MoE, exchange: Exchange, *, overlap_shared: bool = True
-) -> Callable[..., Tensor]:
-    """Return what stands for `moe.mixture` when others have some of its experts."""
+def join(moe: MoE, exchange: Exchange, *, overlap_shared: bool = True) -> None:
+    """Let a layer, which has its own experts alone, use those of other ranks too."""
 
-    def of_all_ranks(
+    def mixture(
+        moe: MoE,
         x: Float[Tensor, "n d"],
         weights: Float[Tensor, "n k"],
         experts: Int[Tensor, "n k"],
@@ -91,7 +98,8 @@ def mixture(
             shared = moe.shared_experts(x)
         return out if shared is None else out + shared
 
-    return of_all_ranks
+    # A method of this layer alone: copies of the model get one of their own.
+    moe.mixture = MethodType(mixture, moe)
 
 
 def of_own_experts(

@@ -1,5 +1,6 @@
 """Models whose experts are spread over two and four ranks against one process."""
 
+import copy
 from dataclasses import dataclass, replace
 
 import pytest
@@ -134,10 +135,28 @@ def placements(mesh: Mesh) -> dict[str, tuple[int, ...]]:
     }
 
 
-def refusal(mesh: Mesh) -> str:
-    with pytest.raises(ValueError, match="ep must") as caught:
+def refusals(mesh: Mesh) -> tuple[str, str]:
+    with pytest.raises(ValueError, match="ep must") as too_few:
         apply_expert_parallel(moe(0, 3).model(), mesh)
-    return str(caught.value)
+    model = moe(0).model()
+    apply_expert_parallel(model, mesh)
+    with pytest.raises(ValueError, match="experts are spread") as twice:
+        apply_expert_parallel(model, mesh)
+    return str(too_few.value), str(twice.value)
+
+
+def difference_of_a_copy(mesh: Mesh) -> float:
+    """Return how much more a copy says after its own experts have been emptied."""
+    case = CASES["sigmoid router, a dense layer, MTP"]
+    model = case.model()
+    apply_expert_parallel(model, mesh)
+    twin = copy.deepcopy(model)
+    share = case.share(0, mesh.dp.get_local_rank(), mesh.dp.size())
+    with torch.no_grad():
+        for block in (*twin.layers[1:], twin.mtp[0].block):
+            block.ffn.experts._parameters["w2"].to_local().zero_()
+        losses = [each.loss(*share).total for each in (model, twin)]
+    return (losses[0] - losses[1]).abs().item()
 
 
 def on_two_ranks() -> dict[str, object]:
@@ -149,6 +168,7 @@ def on_two_ranks() -> dict[str, object]:
         payload: distances(mesh, payload) for payload in ("fp32", "bf16", "fp8")
     }
     found["placements"] = placements(mesh)
+    found["copy"] = difference_of_a_copy(mesh)
     return found
 
 
@@ -157,7 +177,7 @@ def on_four_ranks() -> dict[str, object]:
     found = {name: outcome(case, name, mesh) for name, case in CASES.items()}
     for name, case in CASES.items():
         found[f"{name}, two nodes"] = outcome(case, name, mesh, n_nodes=2)
-    found["refusal"] = refusal(mesh)
+    found["refusals"] = refusals(mesh)
     halves = Mesh(Layout(dp=4, ep=2))
     case = CASES["seven experts"]
     for zero in (0, 3):
@@ -224,8 +244,15 @@ def test_experts_alone_are_cut_under_their_names_and_the_last_rank_has_fewer(
     assert {shape[0] for shape in last.values()} == {3}
 
 
-def test_more_ranks_than_experts_are_one_sentence(four_ranks):
-    assert four_ranks[0]["refusal"] == (
+def test_a_copy_of_the_model_uses_its_own_experts(two_ranks):
+    for seen in two_ranks:
+        assert seen["copy"] > 1e-3
+
+
+def test_what_cannot_be_spread_is_one_sentence(four_ranks):
+    assert four_ranks[0]["refusals"] == (
         "ep must leave an expert for each rank, of which all but the last take 1; got "
-        "ep=4 and 3 experts. Set ep=1."
+        "ep=4 and 3 experts. Set ep=1.",
+        "experts are spread once, before data parallelism; got a model whose experts "
+        "are spread or cut already. Build it anew.",
     )

@@ -17,7 +17,7 @@ from labkit.parallel.communication.exchange import Exchange, expert_exchange
 from labkit.parallel.communication.exchange_rows import crossing, rows_sent
 from labkit.parallel.communication.exchange_trip import Trip
 from labkit.parallel.communication.payload import PAYLOADS, Payload, RowFormat
-from labkit.parallel.expert import mixture, of_own_experts
+from labkit.parallel.expert import join, of_own_experts
 from labkit.parallel.launch import launch
 
 N_EXPERTS, DIM, K = 8, 33, 3
@@ -184,7 +184,7 @@ def order_of_events() -> list[str]:
     exchange = exchange_of()
     moe.experts.w13 = nn.Parameter(moe.experts.w13[list(exchange.own)])
     moe.experts.w2 = nn.Parameter(moe.experts.w2[list(exchange.own)])
-    moe.mixture = mixture(moe, exchange)
+    join(moe, exchange)
     Trip._post, Trip._arrived = noted("send", post), noted("wait", arrived)
     try:
         moe(torch.randn(2, 4, DIM, requires_grad=True))[0].sum().backward()
@@ -248,11 +248,13 @@ def on_four_ranks() -> dict[str, object]:
     }
     with pytest.raises(ValueError, match="deduplicate must be True") as caught:
         exchange_of(n_nodes=2, deduplicate=False)
+    with pytest.raises(ValueError, match="ranks that exchange tokens must be") as away:
+        expert_exchange([dist.get_rank() ^ 1], N_EXPERTS)
     return {
         "errors": errors(),
         "sent": sent,
         "threads": in_two_threads(),
-        "refusal": str(caught.value),
+        "refusals": (str(caught.value), str(away.value)),
     }
 
 
@@ -319,10 +321,12 @@ def test_a_payload_rounds_what_goes_to_experts_in_both_passes(two_ranks):
         assert not torch.equal(back[1], exact[1])
 
 
-def test_rows_that_go_once_a_choice_have_no_nodes(four_ranks):
-    assert four_ranks[0]["refusal"] == (
+def test_impossible_exchanges_are_one_sentence(four_ranks):
+    assert four_ranks[0]["refusals"] == (
         "deduplicate must be True with nodes, because a row goes to each once; got "
-        "False and n_nodes=2. Set n_nodes=1."
+        "False and n_nodes=2. Set n_nodes=1.",
+        "ranks that exchange tokens must be those that call this; got [1] on rank 0. "
+        "Call it with each rank's own group.",
     )
 
 

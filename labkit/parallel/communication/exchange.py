@@ -233,10 +233,12 @@ def expert_exchange(
         deduplicate: whether a row goes once to a rank, instead of once for each expert.
 
     Raises:
-        ValueError: a rank would have no expert, nodes would not be equal, or rows that
-            go once for each expert were to go in two hops.
+        ValueError: this rank is not among them, a rank would have no expert, nodes
+            would not be equal, or rows that go once for each expert were to go in two
+            hops.
     """
     require_flag({"deduplicate": deduplicate})
+    ranks = _with_this_one(ranks)
     levels = levels_of(ranks.index(dist.get_rank()), len(ranks), n_experts, n_nodes)
     if len(levels) > 1 and not deduplicate:
         raise ValueError(
@@ -250,6 +252,16 @@ def expert_exchange(
         payload=payload,
         deduplicate=deduplicate,
     )
+
+
+def _with_this_one(ranks: Sequence[int]) -> list[int]:
+    ranks, this = list(ranks), dist.get_rank()
+    if this not in ranks:
+        raise ValueError(
+            "ranks that exchange tokens must be those that call this; got "
+            f"{ranks} on rank {this}. Call it with each rank's own group."
+        )
+    return ranks
 
 
 def _lanes(ranks: list[int]) -> Lanes:

@@ -12,7 +12,8 @@ from labkit.workbook.exercises.spec import Case, Exercise, Misconception, Score
 from labkit.workbook.step_shares import Run
 
 V3 = PRESETS["v3-671b"]
-RECIPE = TrainConfig(micro_batch=1, global_batch=15_360, seq_len=4096, precision="bf16")
+# Every number of data-parallel ranks gets as many sequences.
+RECIPE = TrainConfig(micro_batch=1, global_batch=16_384, seq_len=4096, precision="bf16")
 
 
 def sent(n_bytes: float, dp: int, zero: int) -> float:

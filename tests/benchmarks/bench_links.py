@@ -7,7 +7,8 @@ bytes buy little and more messages cost.
 
     dispatch   one way to experts and back, top 6 of 16, of 512 tokens of 256: flat in
                FP32; to the node once, in BF16, with tokens limited to one node
-    overlap    an all-reduce under products of matrices
+    overlap    an all-reduce under products of matrices; and, for comparison, under a
+               pause, which takes no processor from the ranks and from gloo
     levels     an all-reduce of 4 MiB, flat and in two levels
 
 Run with `make bench`, or `python tests/benchmarks/bench_links.py [REPEATS]`.
@@ -30,6 +31,7 @@ from labkit.parallel.communication.hierarchy import (
     nodes_of,
 )
 from labkit.parallel.communication.overlap import (
+    Overlap,
     interleave,
     measure_overlap,
     through_experts,
@@ -43,7 +45,10 @@ SLOW = 400e6
 N_TOKENS, DIM, N_EXPERTS, K = 512, 256, 16, 6
 
 REDUCED_BYTES = 4 << 20
-HIDDEN_BYTES = 2 << 20
+HIDDEN_BYTES = 8 << 20
+
+LONGER = 1.5
+"""What hides an all-reduce, over the time of that."""
 
 SETTLE_SECONDS = 0.2
 """Until all that was sent has left the device."""
@@ -124,10 +129,9 @@ def all_reduces() -> dict[str, Callable[[], object]]:
     }
 
 
-def overlap(n_repeats: int) -> dict[str, float]:
-    """Hide an all-reduce under products that take half as long again."""
-    message = torch.zeros(HIDDEN_BYTES // 4)
-    matrix = torch.randn(256, 256)
+def overlaps(n_repeats: int) -> dict[str, Overlap]:
+    """Hide an all-reduce under what takes half as long again."""
+    message, matrix = torch.zeros(HIDDEN_BYTES // 4), torch.randn(256, 256)
 
     def products(n: int) -> None:
         for _ in range(n):
@@ -136,25 +140,26 @@ def overlap(n_repeats: int) -> dict[str, float]:
     def communicate() -> None:
         dist.all_reduce(message)
 
-    measured = seconds_of(
+    taken = seconds_of(
         {"sent": communicate, "computed": lambda: products(50)}, n_repeats=3
     )
-    n = max(1, math.ceil(75 * measured["sent"] / measured["computed"]))
-
-    def together() -> None:
-        handle = dist.all_reduce(message, async_op=True)
-        products(n)
-        handle.wait()
-
-    found = measure_overlap(
-        lambda: products(n), communicate, together, n_repeats=n_repeats
-    )
-    return {
-        "compute": found.compute_seconds,
-        "communication": found.communication_seconds,
-        "together": found.together_seconds,
-        "hidden": found.hidden,
+    n = max(1, math.ceil(50 * LONGER * taken["sent"] / taken["computed"]))
+    computes = {
+        "products": lambda: products(n),
+        "a pause": lambda: time.sleep(LONGER * taken["sent"]),
     }
+    found = {}
+    for name, compute in computes.items():
+
+        def together(compute: Callable[[], object] = compute) -> None:
+            handle = dist.all_reduce(message, async_op=True)
+            compute()
+            handle.wait()
+
+        found[name] = measure_overlap(
+            compute, communicate, together, n_repeats=n_repeats
+        )
+    return found
 
 
 def work_of_a_rank(n_repeats: int) -> dict:
@@ -162,7 +167,7 @@ def work_of_a_rank(n_repeats: int) -> dict:
     found = {
         "seconds": seconds_of(ways | reduces, n_repeats=n_repeats),
         "bytes": {name: node_bytes(work) for name, work in (ways | reduces).items()},
-        "overlap": overlap(n_repeats),
+        "overlaps": overlaps(n_repeats),
     }
     try:
         measured = calibrate(nodes_of(N_NODES))
@@ -183,7 +188,7 @@ def figures(found: dict) -> dict[str, float]:
     return {
         "bytes of dispatch": sent[limited] / max(sent["flat fp32"], 1),
         "time of dispatch": seconds[limited] / seconds["flat fp32"],
-        "hidden": found["overlap"]["hidden"],
+        "hidden": found["overlaps"]["products"].hidden,
         "speed-up of two levels": seconds["flat"] / seconds["two levels"],
     }
 
@@ -197,9 +202,12 @@ def show(found: dict, link: object) -> None:
         if predicted:
             extra += f"   predicted {predicted * 1e3:.0f} ms"
         print(f"  {name:24}{seconds * 1e3:8.1f} ms {extra}")
-    parts = found["overlap"]
-    names = ("compute", "communication", "together")
-    print("  " + ", ".join(f"{name} {parts[name] * 1e3:.0f} ms" for name in names))
+    for name, parts in found["overlaps"].items():
+        print(
+            f"  all-reduce {parts.communication_seconds * 1e3:.0f} ms, {name} "
+            f"{parts.compute_seconds * 1e3:.0f} ms, together "
+            f"{parts.together_seconds * 1e3:.0f} ms: {parts.hidden:.0%} hidden"
+        )
     print("  " + found["calibration"].replace("\n", "\n  "))
 
 

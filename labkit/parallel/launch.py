@@ -26,7 +26,7 @@ from labkit.parallel.communication.slow_link import Place, SlowLink
 from labkit.parallel.failures import Failure, RankFailed, first_of
 from labkit.parallel.interrupts import held_interrupts
 from labkit.parallel.packing import pack
-from labkit.parallel.process import RankProcess, Work
+from labkit.parallel.process import RankProcess, Work, guarded
 
 Result = TypeVar("Result")
 
@@ -92,11 +92,9 @@ def launch(
                 stack.enter_context(closing(_start(rank, work, link, log_dir)))
                 for rank in range(n_procs)
             ]
-        try:
-            _wait(ranks, deadline, timeout)
-        finally:
-            for process in ranks:
-                process.kill()
+            stack.enter_context(guarded(ranks))
+            stack.callback(_kill, ranks)  # all at once, before each is waited for
+        _wait(ranks, deadline, timeout)
         return [cloudpickle.loads(process.result) for process in ranks]
 
 
@@ -182,6 +180,11 @@ def _wait(ranks: list[RankProcess], deadline: float, timeout: float) -> None:
     until = time.monotonic() + LEAVE_SECONDS
     while any(rank.poll() is None for rank in ranks) and time.monotonic() < until:
         time.sleep(POLL_SECONDS)
+
+
+def _kill(ranks: list[RankProcess]) -> None:
+    for rank in ranks:
+        rank.kill()
 
 
 def _has_returned(rank: RankProcess) -> bool:

@@ -8,7 +8,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -18,6 +19,10 @@ from labkit.parallel.failures import Failure
 from labkit.parallel.group import STEP_LINE
 from labkit.parallel.interrupts import held_interrupts
 from labkit.parallel.outcome import Outcome, read_bytes, read_outcome, read_result
+
+GUARD = 'read _; kill -s KILL -- "$@"'
+"""Of a shell: waits for the end of its input, which comes at the latest when the
+launcher ends, however it ends, and then kills the process groups it was given."""
 
 LINES_SHOWN = 12
 """Of what a rank printed, how many of the last lines an error shows."""
@@ -91,7 +96,7 @@ class RankProcess:
         module = ("-P", "-u", "-m", "labkit.parallel.worker", json.dumps(order))
         self._process = subprocess.Popen(
             (*place.prefix, sys.executable, *module),
-            stdin=subprocess.PIPE,
+            stdin=subprocess.DEVNULL,
             stdout=self._printed,
             stderr=self._printed,
             pass_fds=(order["work"], order["outcome"]),
@@ -111,6 +116,11 @@ class RankProcess:
         return status
 
     @property
+    def session(self) -> int:
+        """The process group of it and of what it has started."""
+        return self._process.pid
+
+    @property
     def outcome(self) -> Outcome | None:
         """What it has handed back, if it has."""
         return read_outcome(self._outcome.fileno())
@@ -122,7 +132,7 @@ class RankProcess:
 
     def kill(self) -> None:
         """End it at once, and all that it has started."""
-        if self._process.poll() is None:
+        if self.poll() is None:
             self._end_session()
 
     def close(self) -> None:
@@ -130,7 +140,6 @@ class RankProcess:
         with held_interrupts():
             self.kill()
             self._process.wait()
-            self._process.stdin.close()
             self._outcome.close()
             self._printed.close()
 
@@ -192,6 +201,24 @@ class RankProcess:
     def _end_session(self) -> None:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
+
+
+@contextmanager
+def guarded(ranks: Sequence[RankProcess]) -> Iterator[None]:
+    """Keep a guard who ends these ranks if this process ends inside the context."""
+    groups = [f"-{rank.session}" for rank in ranks]
+    guard = subprocess.Popen(
+        ("sh", "-c", GUARD, "sh", *groups),
+        stdin=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        yield
+    finally:
+        guard.kill()
+        guard.wait()
+        guard.stdin.close()
 
 
 def _ending(status: int) -> tuple[str, str]:

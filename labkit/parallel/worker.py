@@ -1,9 +1,9 @@
 """The process of one rank: `python -m labkit.parallel.worker ORDER`.
 
 It joins the process group, calls the function it was sent, hands back the result and
-leaves. It ends with its parent, however that ends: on Linux the kernel sees to it
-(PR_SET_PDEATHSIG); everywhere a thread waits for the parent's end of a pipe to close
-and then ends this process and those it has started, unless the interpreter is held up.
+leaves. It ends with its parent, however that ends: the guard of
+`labkit.parallel.process` kills it and all that it has started; on Linux the kernel
+kills it too (PR_SET_PDEATHSIG), even before there is a guard.
 It leaves by `os._exit`, because threads of gloo may abort an interpreter that ends
 in the ordinary way.
 """
@@ -14,7 +14,6 @@ import json
 import os
 import signal
 import sys
-import threading
 import time
 import traceback
 from datetime import timedelta
@@ -27,7 +26,7 @@ import torch.distributed as dist
 from labkit.parallel.communication.slow_link_model import Pace, register
 from labkit.parallel.failures import ECHOES
 from labkit.parallel.group import join, leave
-from labkit.parallel.outcome import CHUNK, Outcome, read_bytes, write_outcome
+from labkit.parallel.outcome import Outcome, read_bytes, write_outcome
 from labkit.parallel.packing import unpack
 
 PR_SET_PDEATHSIG = 1
@@ -128,14 +127,6 @@ def _end_with_parent(parent: int) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before this line
         _exit(1)
-    threading.Thread(target=_watch, name="parent watch", daemon=True).start()
-
-
-def _watch() -> None:
-    """End this process and its children once the parent's end of stdin closes."""
-    while os.read(0, CHUNK):
-        pass
-    os.killpg(0, signal.SIGKILL)
 
 
 def _exit(status: int) -> NoReturn:

@@ -53,6 +53,9 @@ LONGER = 1.5
 SETTLE_SECONDS = 0.2
 """Until all that was sent has left the device."""
 
+CALIBRATED = (1 << 10, 1 << 20, 1 << 21, 1 << 22, 1 << 23)
+"""Bytes; what is shorter than the bucket of the link (128 kB) passes at once."""
+
 BARS = {
     "bytes of dispatch": ("<=", 0.15),
     "time of dispatch": ("<=", 0.4),
@@ -170,7 +173,7 @@ def work_of_a_rank(n_repeats: int) -> dict:
         "overlaps": overlaps(n_repeats),
     }
     try:
-        measured = calibrate(nodes_of(N_NODES))
+        measured = calibrate(nodes_of(N_NODES), sizes=CALIBRATED)
     except ValueError as error:
         found["calibration"] = f"not calibrated: {error}"
         return found

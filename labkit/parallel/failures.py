@@ -94,7 +94,7 @@ class RankFailed(RuntimeError):
             parts.append(f"Last printed by rank {first.rank}:\n{first.printed}")
         if self.others:
             lines = "\n".join(f"  {other.line}" for other in self.others)
-            parts.append(f"The other ranks:\n{lines}")
+            parts.append(f"What followed elsewhere:\n{lines}")
         if first.log:
             parts.append(f"Its log: {first.log}")
         return "\n\n".join(parts)

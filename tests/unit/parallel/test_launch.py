@@ -144,7 +144,7 @@ def test_an_error_names_the_rank_the_step_and_where_it_was():
         Last printed by rank 1:
         step 7
 
-        The other ranks:
+        What followed elsewhere:
           rank 0 was echo
 
         Its log: logs/rank1.log""")

@@ -33,6 +33,9 @@ from labkit.parallel.pipeline.run import Pipeline
 from labkit.parallel.tensor import apply_tensor_parallel
 from labkit.parallel.whole import from_all_stages, whole
 
+PARTED = ("zero-bubble", "zbv", "dualpipev")
+"""Schedules that compute gradients of weights some time after those of inputs."""
+
 LOSSES = ("total", "main", "mtp", "balance")
 
 
@@ -56,7 +59,8 @@ def parallelize(  # noqa: PLR0913  one name for each choice
     Args:
         model: built alike on every rank, with recomputation or FP8 already applied.
         mesh: the processes of the layout.
-        zero: what data-parallel ranks cut, see `apply_data_parallel`.
+        zero: what data-parallel ranks cut, see `apply_data_parallel`; at most 2 with
+            schedules of `PARTED`.
         mixed: the dtype to compute in, beside weights in their own.
         schedule: of the pipeline, see `Pipeline`.
         layers_per_stage: main layers of each stage; None cuts by work.
@@ -66,6 +70,8 @@ def parallelize(  # noqa: PLR0913  one name for each choice
     Raises:
         ValueError: a transform cannot cut this model so.
     """
+    if mesh.layout.pp > 1:
+        require_whole_weights(schedule, zero)
     names = list(model.state_dict())
     pipeline, modules, meshes = None, [model], [mesh]
     if mesh.layout.pp > 1:
@@ -81,6 +87,16 @@ def parallelize(  # noqa: PLR0913  one name for each choice
         apply_expert_parallel(module, own, payload=payload)
         data.append(apply_data_parallel(module, own, zero=zero, mixed=mixed))
     return Parallel(mesh, modules, data, names=names, pipeline=pipeline)
+
+
+def require_whole_weights(schedule: str, zero: int) -> None:
+    """Raise ValueError if weights were freed between the parts of a backward pass."""
+    if zero == 3 and schedule in PARTED:
+        raise ValueError(
+            f"zero must be at most 2 with schedule={schedule!r}, because FSDP2 frees "
+            "weights after a backward pass and loses gradients of its second part; "
+            "got zero=3. Set zero=2 or schedule='1f1b'."
+        )
 
 
 class Parallel:

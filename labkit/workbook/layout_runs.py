@@ -21,7 +21,7 @@ from labkit.model.transformer import LossParts
 from labkit.parallel.communication.count import Traffic, count_communication
 from labkit.parallel.held import Held, held
 from labkit.parallel.mesh import Mesh
-from labkit.parallel.parallelize import Parallel, parallelize
+from labkit.parallel.model import Parallel, parallelize
 from labkit.training import corpus
 from labkit.training.optimizer import build_optimizer
 from labkit.training.windows import Batch, Windows

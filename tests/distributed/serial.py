@@ -208,7 +208,7 @@ def parallel_steps(
 
     Args:
         case: what to train.
-        run: what `labkit.parallel.parallelize` returned.
+        run: what `labkit.parallel.model` returned.
         index: which share of the sequences is this rank's.
         n: shares.
         n_micro_batches: of a step on each rank.

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from labkit.parallel.launch import launch
-from labkit.parallel.parallelize import require_whole_weights
+from labkit.parallel.model import require_whole_weights
 from tests.distributed.trials import Outcome, check, outcomes, trial
 
 BF16 = torch.bfloat16

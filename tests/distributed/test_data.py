@@ -11,7 +11,7 @@ from labkit.parallel.data import apply_data_parallel
 from labkit.parallel.held import Held, held
 from labkit.parallel.launch import launch
 from labkit.parallel.mesh import Mesh
-from labkit.parallel.parallelize import parallelize
+from labkit.parallel.model import parallelize
 from labkit.training.optimizer import build_optimizer
 from tests.distributed import serial
 from tests.distributed.trials import Outcome, check, outcomes, trial

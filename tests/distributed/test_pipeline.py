@@ -10,7 +10,7 @@ from labkit.config import Layout, MTPConfig
 from labkit.memory import apply_recompute
 from labkit.parallel.launch import launch
 from labkit.parallel.mesh import Mesh
-from labkit.parallel.parallelize import Parallel, parallelize
+from labkit.parallel.model import Parallel, parallelize
 from tests.distributed import serial
 
 TOLERANCE = 1e-5

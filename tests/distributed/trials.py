@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from labkit.config import Layout
 from labkit.parallel.mesh import Mesh
-from labkit.parallel.parallelize import parallelize
+from labkit.parallel.model import parallelize
 from tests.distributed import serial
 
 

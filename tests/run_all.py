@@ -68,20 +68,20 @@ def steps() -> list[Step]:
         Step(
             name="unit",
             commands=((*shaped, *BESIDE, "labkit", "tests/gates", "tests/unit"),),
-            minutes=9.5,
+            minutes=12,
         ),
         Step(
             name="compile",
             commands=((*PYTEST, "-m", "compile", "tests/unit"),),
-            minutes=2,
+            minutes=1.5,
         ),
         Step(
             name="distributed",
             commands=((*shaped, "tests/distributed"),),
             minutes=8,
         ),
-        Step(name="notebooks", commands=(strict,), minutes=8.5),
-        Step(name="browser", commands=((*PYTEST, "tests/browser"),), minutes=11),
+        Step(name="notebooks", commands=(strict,), minutes=8),
+        Step(name="browser", commands=((*PYTEST, "tests/browser"),), minutes=9.5),
     ]
 
 

@@ -80,8 +80,8 @@ def steps() -> list[Step]:
             commands=((*shaped, "tests/distributed"),),
             minutes=8,
         ),
-        Step(name="notebooks", commands=(strict,), minutes=8),
-        Step(name="browser", commands=((*PYTEST, "tests/browser"),), minutes=9.5),
+        Step(name="notebooks", commands=(strict,), minutes=9),
+        Step(name="browser", commands=((*PYTEST, "tests/browser"),), minutes=8.5),
     ]
 
 

@@ -17,10 +17,11 @@ import torch
 
 from labkit.config import MLAConfig, ModelConfig, MoEConfig, TrainConfig
 from labkit.model import Transformer
+from labkit.parallel.group import process_group
 from labkit.precision.faults import Fault, inject
 from labkit.precision.scheduler import PrecisionScheduler
 from labkit.training import Corpus, Trainer
-from labkit.training.ranks import Ranks, process_group
+from labkit.training.ranks import Ranks
 
 CFG = ModelConfig(
     vocab_size=256,

@@ -73,5 +73,5 @@ def train(folder: Path, n_steps: int, ranks: Ranks) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    with process_group() as group:
-        train(Path(sys.argv[1]), int(sys.argv[2]), group)
+    with process_group():
+        train(Path(sys.argv[1]), int(sys.argv[2]), Ranks.current())

@@ -33,6 +33,7 @@ NBVAL = (
 )
 BESIDE = ("-n", "2", "--dist", "worksteal")
 """Two processes share the tests, with a core each."""
+QUICK = "not compile and not slow"
 NO_TESTS = 5
 """Exit status of a pytest that found no test: a failure, for every step has some."""
 
@@ -77,7 +78,8 @@ def steps() -> list[Step]:
         ),
         Step(
             name="distributed",
-            commands=((*shaped, "tests/distributed"),),
+            # What takes longer than all others together is run by hand.
+            commands=((*PYTEST, SHAPES, "-m", QUICK, "tests/distributed"),),
             minutes=8,
         ),
         Step(name="notebooks", commands=(strict,), minutes=9),

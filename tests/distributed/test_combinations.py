@@ -176,11 +176,13 @@ def test_two_ranks_train_as_one_process(two, name):
     check(two, name, rounded=IN_BF16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FOUR | V_SHAPED)
 def test_four_ranks_train_as_one_process(four, name):
     check(four, name, rounded=rounded(name))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EIGHT)
 def test_eight_ranks_train_as_one_process(eight, name):
     check(eight, name, rounded=rounded(name))

@@ -1,5 +1,6 @@
 """What ranks do in the tests of layouts: train each case, and say how far it came."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -7,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from labkit.config import Layout
+from labkit.parallel.group import join, leave
 from labkit.parallel.mesh import Mesh
 from labkit.parallel.model import parallelize
 from tests.distributed import serial
@@ -65,12 +67,22 @@ def outcomes(trials: Mapping[str, Trial]) -> dict[str, Outcome]:
     """Return what this rank saw of all trials."""
     seen = {}
     for name, each in trials.items():
+        _begin_anew(name)
         try:
             seen[name] = outcome(each)
         except BaseException as error:
             error.add_note(f"in the trial {name!r}")
             raise
     return seen
+
+
+def _begin_anew(name: str) -> None:
+    """Leave all groups and join a first one: a thousand threads of theirs take long."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    leave()
+    place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(*place, wait_for_workers=False)
+    join(dist.PrefixStore(name, store), rank=rank, world=world)
 
 
 def outcome(trial: Trial) -> Outcome:

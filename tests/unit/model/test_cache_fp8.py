@@ -171,7 +171,8 @@ def test_cached_logits_are_those_of_rounded_latents_without_a_cache(model, monke
 
     def rounded(self, x, turns):
         latent, key = exact_latents(self, x, turns)
-        return quantize(latent.float(), PUBLISHED).dequantize().to(x), key.bfloat16().to(x)
+        kept = quantize(latent.float(), PUBLISHED)
+        return kept.dequantize().to(x), key.bfloat16().to(x)
 
     monkeypatch.setattr(MLA, "latents", rounded)
     with torch.inference_mode():

@@ -69,7 +69,7 @@ def steps() -> list[Step]:
         Step(
             name="unit",
             commands=((*shaped, *BESIDE, "labkit", "tests/gates", "tests/unit"),),
-            minutes=12,
+            minutes=10.5,
         ),
         Step(
             name="compile",
@@ -83,7 +83,7 @@ def steps() -> list[Step]:
             minutes=8,
         ),
         Step(name="notebooks", commands=(strict,), minutes=9),
-        Step(name="browser", commands=((*PYTEST, "tests/browser"),), minutes=8.5),
+        Step(name="browser", commands=((*PYTEST, "tests/browser"),), minutes=10),
     ]
 
 
